@@ -14,6 +14,7 @@ from skyfab.pool.gang import Gang
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.nodes import close_all, open_all
 from skyfab.protocol import messages
+from skyfab.session.replies import Reply
 from skyfab.ui.events import Events
 
 
@@ -48,9 +49,11 @@ class Detacher:
         def go() -> None:
             (node,) = self._nodes
             self._describe([[0]], world=1, on="one", elastic=False)
-            caller = _Detached(self._failures)
-            node.call("solo.0", spec_of(node, call.tree), call, caller=caller)
-            node.session.wait(lambda: caller.is_sent or bool(self._failures))
+            reply = Reply()  # stays on the host, unless the call cannot be sent
+            node.call("solo.0", spec_of(node, call.tree), call, caller=reply)
+            node.session.wait(lambda: reply.stream > 0 or reply.is_there)
+            if not reply.stream:
+                reply.wait()
 
         self._start(go, tree)
 
@@ -101,23 +104,3 @@ class Detacher:
                 **more,
             }
             node.session.ask(messages.Detach(run=self.id, about=about))
-
-
-class _Detached:
-    """The `Caller` of a call whose reply stays on its host."""
-
-    def __init__(self, failures: list[Exception]) -> None:
-        self._failures = failures
-        self.is_sent = False
-
-    def is_wanted(self) -> bool:
-        return True
-
-    def sent(self, stream: int) -> None:
-        self.is_sent = True
-
-    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        pass
-
-    def failed(self, error: Exception) -> None:
-        self._failures.append(error)

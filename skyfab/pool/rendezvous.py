@@ -8,16 +8,16 @@ and each host to the next: the work grows with the number of hosts, not with its
 from __future__ import annotations
 
 import secrets
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from skyfab.errors import HostUnfit, PeersUnreachable, PoolError, ProtocolError, SkyfabError
+from skyfab.errors import PeersUnreachable, PoolError, ProtocolError, SkyfabError
 from skyfab.plugins.base import Network, Plugin
 from skyfab.pool.addresses import Address, Candidates, ip
 from skyfab.pool.node import Node
-from skyfab.protocol.messages import Done, Failed, Listen, Message, PeersProbed, ProbePeers, Unlisten
+from skyfab.protocol.messages import Done, Listen, Message, PeersProbed, ProbePeers, Unlisten
+from skyfab.session.fanout import for_each_host, results_of
 from skyfab.session.session import Session
 from skyfab.ui.events import Events, Notice
 
@@ -174,39 +174,9 @@ class _Search:
 
 
 def ask_all(asked: Mapping[Node, Message]) -> dict[Node, Message]:
-    """Sends requests to all nodes; waits for all replies, which the reader's thread receives.
-
-    Raises the first failure, in the order of the nodes.
-    """
-    answers: dict[Node, Message] = {}
-    failures: dict[Node, Exception] = {}
-    waiting = threading.Semaphore(0)
-
-    def answered(node: Node, message: Message) -> None:
-        if isinstance(message, Failed):
-            failures[node] = HostUnfit(message.text, host=node.name, hint=message.hint)
-        answers[node] = message
-        waiting.release()
-
-    def failed(node: Node, error: Exception) -> None:
-        failures[node] = error
-        waiting.release()
-
-    for node, message in asked.items():
-        try:
-            node.session.send(
-                message,
-                answer=lambda reply, _, node=node: answered(node, reply),  # type: ignore[misc]
-                failure=lambda error, node=node: failed(node, error),  # type: ignore[misc]
-            )
-        except SkyfabError as error:
-            failed(node, error)
-    for _ in asked:
-        waiting.acquire()
-    for node in asked:
-        if node in failures:
-            raise failures[node]
-    return answers
+    """Sends requests to all nodes, and waits for all replies. Raises the first failure, in the order of the nodes."""
+    replies = for_each_host(lambda item: item[0].session.ask(item[1]), list(asked.items()))
+    return dict(zip(asked, results_of(replies), strict=True))
 
 
 def _port(node: Node, answer: Message) -> int:

@@ -5,6 +5,7 @@ One login for each host, on first use; it is kept for further questions, and ren
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -20,7 +21,7 @@ from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol.frames import HEAD, PING, Reader, frame
 from skyfab.session.backoff import Backoff
-from skyfab.session.bootstrap import Bootstrap, cannot_run, log_in, storage_hint
+from skyfab.session.bootstrap import CACHE_HINT, Bootstrap, cannot_run, log_in
 from skyfab.session.bundle import bundle
 from skyfab.session.fanout import Raised, for_each_host
 from skyfab.session.shell import Deadline, Shell
@@ -43,6 +44,8 @@ _LONGEST: Final = 15.0
 """The maximum that these seconds grow to."""
 _CLOSE: Final = 3.0
 """Seconds that a thread has to stop, as while it asks the user for a password."""
+_STORAGE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
+"""Errors of the cache folder."""
 _HEARTBEAT: Final = 5.0
 _SILENCE: Final = 60.0
 """Seconds without a frame of the host after which it is lost: it answers each heartbeat."""
@@ -353,11 +356,11 @@ class _Frames:
 
 
 def _failure(name: str, about: Mapping[str, Any], host: Host) -> SkyfabError:
-    text = str(about["error"])[:4000]
-    hint = storage_hint(text)
-    if hint is None and not isinstance(about.get("errno"), int):
+    number = about.get("errno")
+    hint = CACHE_HINT if number in _STORAGE else None
+    if not isinstance(number, int):
         hint = "please report this, with the output of skyfab doctor --paste"
-    return HostUnfit(f"{name} failed: {text}", host=host.name, hint=hint)
+    return HostUnfit(f"{name} failed: {str(about['error'])[:4000]}", host=host.name, hint=hint)
 
 
 class _Taken:

@@ -31,6 +31,7 @@ from skyfab.ssh.refusals import by_hand
 _LOG: Final = logging.getLogger("skyfab")
 CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
+CACHE_HINT: Final = "free some space there, or choose another folder of your own (cache = … in the inventory)"
 _SCRIPT: Final = one_line(read("session/bootstrap.sh"))
 _SETUP: Final = one_line(read("session/setup.sh"))
 _UNPACK: Final = read("session/unpack.py").encode()
@@ -112,24 +113,11 @@ class Bootstrap:
                     hint=_OTHER,
                 )
             else:
-                raise HostUnfit(f"cannot set up skyfab: {detail}", host=self.host.name, hint=storage_hint(detail))
+                raise HostUnfit(f"cannot set up skyfab: {detail}", host=self.host.name, hint=CACHE_HINT)
 
     def _push(self, shell: Shell) -> None:
         archive = self.bundle.archive
         shell.send(b"%d\n%b%d\n%b" % (len(_UNPACK), _UNPACK, len(archive), archive))
-
-
-def storage_hint(detail: str) -> str | None:
-    """What to do about an error of the cache folder."""
-    if "No space left" in detail or "quota" in detail:
-        return "free some space on the host, or put the cache on another disk (cache = … in the inventory)"
-    if "is open to others" in detail:
-        return "chmod 700 it, if no other user wrote to it, or choose another (cache = … in the inventory)"
-    if "belongs to another user" in detail:
-        return "choose one of your own (cache = … in the inventory)"
-    if any(word in detail for word in ("Read-only", "Permission denied", "Not a directory", "File exists")):
-        return "choose a writable folder (cache = … in the inventory)"
-    return None
 
 
 def spelled(word: str) -> str:
@@ -146,7 +134,7 @@ def _greet(stream: Stream, shell: Shell) -> None:
     if word == "setup":
         raise _setup_failed(detail, shell.host)
     if word == "failed":
-        raise HostUnfit(detail, host=shell.host.name, hint=storage_hint(detail))
+        raise HostUnfit(detail, host=shell.host.name, hint=CACHE_HINT)
 
 
 def _setup_failed(detail: str, host: Host) -> HostUnfit:
@@ -183,7 +171,7 @@ def cannot_run(error: Exception, host: Host) -> Exception:
         said = error.message.partition(": ")[2]
         if said.startswith("skyfab: "):  # written by the link itself
             text = said.removeprefix("skyfab: ")
-            return HostUnfit(f"cannot set up skyfab: {text}", host=host.name, hint=storage_hint(text))
+            return HostUnfit(f"cannot set up skyfab: {text}", host=host.name, hint=CACHE_HINT)
         old = re.match(r"\d+\.\d+\.\d+", said)
         if old:
             return other_python(old[0], host)

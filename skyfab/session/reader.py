@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import select
 import selectors
 import sys
 import threading
@@ -44,34 +43,6 @@ def refuse_to_wait() -> None:
         )
 
 
-READ: Final = 1
-WRITE: Final = 4
-"""EPOLLIN and EPOLLOUT, by their numbers: other systems lack the names."""
-
-
-class Selector:
-    """The same as `select.epoll`, on systems that have none."""
-
-    def __init__(self) -> None:
-        self._selector = selectors.DefaultSelector()
-        self.close = self._selector.close
-
-    def register(self, fd: int, events: int) -> None:
-        self._selector.register(fd, selectors.EVENT_WRITE if events == WRITE else selectors.EVENT_READ)
-
-    def unregister(self, fd: int) -> None:
-        self._selector.unregister(fd)
-
-    def poll(self, seconds: float) -> list[tuple[int, int]]:
-        return [(key.fd, events) for key, events in self._selector.select(seconds)]
-
-
-if sys.platform == "linux":  # without the steps that `selectors` takes for each event: calls wait for this
-    new_selector = select.epoll
-else:
-    new_selector = Selector
-
-
 class Readable(Protocol):
     """The reader's view of a connection. Each method returns actions to run without any lock."""
 
@@ -101,7 +72,7 @@ class SharedReader:
         self._handled = threading.Condition()
         """Notified when what was read is handled, and when the thread ends."""
         self._connections: set[Readable] = set()
-        self._selector: select.epoll | Selector | None = None
+        self._selector: selectors.BaseSelector | None = None
         self._owners: dict[int, Readable] = {}
         """Who watches a descriptor."""
         self._waker = self._poker = -1
@@ -117,11 +88,11 @@ class SharedReader:
         """Adds a connection, which the thread reads from now on."""
         with self._lock:
             if self._selector is None:
-                self._selector = new_selector()
+                self._selector = selectors.DefaultSelector()
                 self._waker, self._poker = os.pipe()
                 for fd in (self._waker, self._poker):
                     os.set_blocking(fd, False)
-                self._selector.register(self._waker, READ)
+                self._selector.register(self._waker, selectors.EVENT_READ)
             self._connections.add(connection)
             self._tick_at = 0.0
             if self._thread is None:
@@ -146,7 +117,7 @@ class SharedReader:
         """Calls `on_ready` when the descriptor is readable, or writable."""
         assert self._selector is not None
         self._owners[fd] = connection
-        self._selector.register(fd, WRITE if writing else READ)
+        self._selector.register(fd, selectors.EVENT_WRITE if writing else selectors.EVENT_READ)
 
     def unwatch(self, fd: int) -> None:
         """Stops watching: before the descriptor is closed, and at end of file, where it would always be ready."""
@@ -166,7 +137,7 @@ class SharedReader:
         self.poke()
 
     def poke(self) -> None:
-        """Interrupts the thread's `poll`."""
+        """Interrupts the thread's `select`."""
         with self._lock, contextlib.suppress(BlockingIOError):  # the pipe is full: it wakes up anyway
             if self._poker >= 0:
                 os.write(self._poker, b"!")
@@ -228,13 +199,13 @@ class SharedReader:
             seconds = min(seconds, _RETRY)
         if seconds < 0 or self._woken:
             seconds = 0
-        for fd, _ in self._selector.poll(seconds):
-            connection = self._owners.get(fd)
+        for key, _ in self._selector.select(seconds):
+            connection = self._owners.get(key.fd)
             if connection is not None:
-                self._serve(connection, connection.on_ready, fd)
-            elif fd == self._waker:
+                self._serve(connection, connection.on_ready, key.fd)
+            elif key.fd == self._waker:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(fd, 4096)
+                    os.read(key.fd, 4096)
         if self._woken or self._retrying:
             self._wake_up()
         now = time.monotonic()

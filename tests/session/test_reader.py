@@ -12,7 +12,6 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.session import reader as module
 from skyfab.session.reader import SharedReader
 
 
@@ -64,13 +63,8 @@ class Pipe:
         return ()
 
 
-@pytest.fixture(params=["epoll", "selectors"])
-def reader(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[SharedReader]:
-    """With what Linux has, and with what other systems have."""
-    if request.param == "selectors":
-        monkeypatch.setattr(module, "new_selector", module.Selector)
-    elif module.new_selector is module.Selector:
-        pytest.skip("no epoll on this system")
+@pytest.fixture
+def reader() -> Iterator[SharedReader]:
     reader = SharedReader()
     yield reader
     for connection in list(reader._connections):

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stage.fakes import FakeSession
 
 import skyfab as sky
 from skyfab.calls.pack import PackedCall, PackedFunction
@@ -17,50 +18,6 @@ from skyfab.protocol.blobs import LARGE
 from skyfab.ui.events import Events
 
 PLAN = WorkerSpec(tree="", env={}, info={})
-
-
-class FakeSession:
-    def __init__(self) -> None:
-        self.sent: list[Any] = []
-        self.data: list[list[bytes]] = []
-        self.options: list[dict[str, Any]] = []
-        self.failures: list[Any] = []
-        self.answers: list[Any] = []
-        self.asked: list[Any] = []
-        self.missing: list[str] = []
-        self.has_ended = False
-        self.closed = False
-        self.is_gone = False
-        self.connection = SimpleNamespace(agent=SimpleNamespace(gpus=2))
-
-    @property
-    def ops(self) -> list[str]:
-        """What was sent since the last look."""
-        seen, self.sent = self.sent, []
-        return [messages.decode(each).op if isinstance(each, bytes) else each.op for each in seen]
-
-    def send(self, message: Any, parts: Any = (), *, answer: Any = None, failure: Any = None, **options: Any) -> int:
-        if self.is_gone:
-            raise sky.HostLost("gone", host="node1")
-        self.sent.append(message)
-        self.data.append([bytes(part) for part in parts])
-        self.options.append(options)
-        self.answers.append(answer)
-        self.failures.append(failure)
-        return 2 * len(self.sent) - 1
-
-    def ask(self, message: Any) -> Any:
-        self.asked.append(message)
-        return messages.Missing(names=self.missing) if isinstance(message, messages.Has) else messages.Done()
-
-    def wait(self, done: Any) -> bool:
-        for answer in self.answers:
-            answer(messages.Done(), [])
-        assert done()
-        return True
-
-    def close(self) -> None:
-        self.closed = True
 
 
 class FakeCaller:

@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stage.fakes import FakeNode, FakeSession
 
 import skyfab as sky
 from skyfab.pool import nodes as module
@@ -15,30 +16,6 @@ from skyfab.pool.nodes import Nodes, close_all, make_room, open_all
 from skyfab.session.lines import Lines
 from skyfab.session.timing import Timing
 from skyfab.ui.events import Event, Events, HostState, Importing, Output
-
-
-class FakeSession:
-    def __init__(self, error: BaseException | None = None) -> None:
-        self.error = error
-        self.responds = True
-        self.closed = False
-        self.was_stopped = False
-        self.connection = SimpleNamespace(timing=Timing(lease=60, heartbeat_timeout=10))
-
-    def open(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return SimpleNamespace(python="3.12.1")
-
-
-class FakeNode:
-    def __init__(self, index: int = 0, error: BaseException | None = None) -> None:
-        self.index, self.name = index, f"node{index}"
-        self.lost: Exception | None = None
-        self.session = FakeSession(error)
-
-    def close(self) -> None:
-        self.session.closed = True
 
 
 class Images:
@@ -195,7 +172,7 @@ def test_a_host_that_is_back_is_told(stage: Stage) -> None:
 
 
 def test_a_host_of_a_detached_run_is_lost_and_that_is_all() -> None:
-    node: Any = FakeNode()
+    node: Any = FakeNode(0)
     error = sky.HostLost("gone")
     owner = Owner(Events())
     owner.on_lost(node, error)
@@ -318,7 +295,7 @@ def test_an_interrupt_while_hosts_are_closed_leaves_the_rest_to_the_end_of_the_p
 ) -> None:
     registered: list[Any] = []
     monkeypatch.setattr(module, "atexit", SimpleNamespace(register=registered.append))
-    node: Any = FakeNode()
+    node: Any = FakeNode(0)
     close_all([node])
     assert node.session.closed
     assert registered == []

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stage.fakes import FakeNode
 from stage.spot import until
 
 import skyfab as sky
@@ -32,26 +33,6 @@ class FakeProject:
         return self.now
 
 
-class FakeNode:
-    def __init__(self) -> None:
-        self.name = "node1"
-        self.lost: Exception | None = None
-        self.known: set[str] = set()
-        self.learning: Any = None
-
-    def knows(self, tree: FakeTree) -> bool:
-        return tree.digest in self.known
-
-    def sync_project(self, tree: FakeTree) -> bool:
-        if self.learning is not None:
-            self.learning()
-        self.known.add(tree.digest)
-        return True
-
-    def note_lost(self, error: Exception) -> None:
-        self.lost = error
-
-
 @pytest.fixture
 def project() -> FakeProject:
     return FakeProject()
@@ -65,7 +46,7 @@ def sync(project: FakeProject) -> ProjectSync:
 def test_a_thread_that_read_an_older_version_does_not_bring_it_back(sync: ProjectSync, project: FakeProject) -> None:
     """It waits for its turn while another thread sends the newer one."""
     node, plans, turn = FakeNode(), list[str](), threading.Event()
-    node.learning = lambda: turn.wait(30)
+    node.on_sync = lambda: turn.wait(30)
     sync.open([node])  # type: ignore[list-item]
     first = threading.Thread(target=sync.digest, args=(plans.append,))
     first.start()
@@ -101,7 +82,7 @@ def test_a_thread_that_waits_while_the_pool_is_closed_and_opened_again_syncs_the
     monkeypatch.setattr(project, "tree", reopen)
     sync.digest(plans.append)
     sync.digest(plans.append)
-    assert after.known == {"old"}
+    assert after.trees == {"old"}
     assert plans == ["old"]
 
 
@@ -115,13 +96,14 @@ def test_a_host_that_is_lost_while_it_is_sent_files_is_nothing_to_the_others(syn
     lost, there = FakeNode(), FakeNode()
 
     def vanish() -> None:
+        lost.lose()
         raise sky.HostLost("gone", host="node1")
 
-    lost.learning = vanish
+    lost.on_sync = vanish
     sync.open([lost, there])  # type: ignore[list-item]
     assert sync.digest(lambda digest: None) == "old"
     assert lost.lost is not None
-    assert there.known == {"old"}
+    assert there.trees == {"old"}
 
 
 def test_a_change_while_a_node_is_taken_back_reaches_it_before_calls_do(
@@ -133,12 +115,12 @@ def test_a_change_while_a_node_is_taken_back_reaches_it_before_calls_do(
     known: list[set[str]] = []
 
     def edit() -> None:
-        back.learning = None
+        back.on_sync = lambda: None
         project.now = FakeTree("new")
         sync.digest(lambda digest: None)
 
-    back.learning = edit
-    sync.take_back(back, lambda: known.append(set(back.known)))  # type: ignore[arg-type]
+    back.on_sync = edit
+    sync.take_back(back, lambda: known.append(set(back.trees)))  # type: ignore[arg-type]
     assert known == [{"old", "new"}]
 
 
@@ -216,4 +198,4 @@ def test_the_thread_that_reads_cannot_wait_for_hosts_to_have_new_files(sync: Pro
     for fd in said:
         os.close(fd)
     assert "thread" in str(told[0])
-    assert node.known == {"old"}
+    assert node.trees == {"old"}

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from stage.fakes import FakeNode, FakeSession
 from stage.spot import until
 
 import skyfab as sky
@@ -17,32 +18,13 @@ from skyfab.ui.events import Event, Events, HostState
 GONE = sky.HostLost("gone", host="node1")
 
 
-class FakeSession:
-    def __init__(self, agent_ends: Callable[[Callable[[], bool]], None] = lambda stopped: None) -> None:
-        self.has_ended = False
-        self.closed = False
-        self.end_agent = agent_ends
-        self.opens: Callable[[], None] = lambda: None
-
-    def open(self) -> None:
-        self.opens()
-
-    def close(self) -> None:
-        self.closed = True
-
-
-class FakeNode:
+class LostNode(FakeNode):
     def __init__(self) -> None:
-        self.index = 0
-        self.name = "node1"
-        self.lost: Exception | None = GONE
-        self.session = FakeSession()
+        super().__init__()
+        self.lost = GONE
         self.made: list[FakeSession] = []
         self.attempts: list[Callable[[], None]] = []
         """What becomes of the first attempts to open a session; later ones succeed."""
-
-    def reset(self, session: FakeSession) -> None:
-        self.session = session
 
 
 @pytest.fixture(autouse=True)
@@ -52,15 +34,15 @@ def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def node() -> FakeNode:
-    return FakeNode()
+def node() -> LostNode:
+    return LostNode()
 
 
 Begin = Callable[..., Recovery]
 
 
 @pytest.fixture
-def begin(node: FakeNode) -> Iterator[Begin]:
+def begin(node: LostNode) -> Iterator[Begin]:
     made: list[Recovery] = []
 
     def session_for(_: Any) -> Any:
@@ -78,7 +60,7 @@ def begin(node: FakeNode) -> Iterator[Begin]:
         each.close()
 
 
-def test_a_host_that_is_lost_again_while_it_is_taken_back_is_waited_for_once(node: FakeNode, begin: Begin) -> None:
+def test_a_host_that_is_lost_again_while_it_is_taken_back_is_waited_for_once(node: LostNode, begin: Begin) -> None:
     """A second thread used to close the session of the first, and with it the calls of a healthy host."""
     welcomes: list[int] = []
 
@@ -96,7 +78,7 @@ def test_a_host_that_is_lost_again_while_it_is_taken_back_is_waited_for_once(nod
     assert [session.closed for session in node.made] == [True, False], "the first attempt's, and not the one in use"
 
 
-def test_a_loss_in_the_moment_of_the_return_is_not_forgotten(node: FakeNode, begin: Begin) -> None:
+def test_a_loss_in_the_moment_of_the_return_is_not_forgotten(node: LostNode, begin: Begin) -> None:
     accepted = threading.Event()
 
     def on_recovered(_: Any, accept: Callable[[], None]) -> None:
@@ -111,7 +93,7 @@ def test_a_loss_in_the_moment_of_the_return_is_not_forgotten(node: FakeNode, beg
     assert len(node.made) == 2, "the session that ended was not taken for one that works"
 
 
-def test_a_host_that_is_lost_after_its_return_is_waited_for_again(node: FakeNode, begin: Begin) -> None:
+def test_a_host_that_is_lost_after_its_return_is_waited_for_again(node: LostNode, begin: Begin) -> None:
     home = begin(lambda _, accept: accept())
     for times in (1, 2, 3):
         home.expect(node, GONE)  # type: ignore[arg-type]
@@ -119,7 +101,7 @@ def test_a_host_that_is_lost_after_its_return_is_waited_for_again(node: FakeNode
         assert len(node.made) == times
 
 
-def test_closing_does_not_wait_for_the_end_of_an_agent_that_does_not_answer(node: FakeNode, begin: Begin) -> None:
+def test_closing_does_not_wait_for_the_end_of_an_agent_that_does_not_answer(node: LostNode, begin: Begin) -> None:
     waiting = threading.Event()
 
     def never(stopped: Callable[[], bool]) -> None:
@@ -127,7 +109,7 @@ def test_closing_does_not_wait_for_the_end_of_an_agent_that_does_not_answer(node
         until(stopped)
         raise sky.HostLost("stopped", host="node1")
 
-    node.session = FakeSession(never)
+    node.session.end_agent = never
     home = begin(lambda _, accept: accept())
     home.expect(node, GONE)  # type: ignore[arg-type]
     assert waiting.wait(30)
@@ -142,7 +124,7 @@ def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "skyfab-recovery"]
 
 
-def test_a_host_that_cannot_be_reached_is_tried_until_it_can(node: FakeNode, begin: Begin) -> None:
+def test_a_host_that_cannot_be_reached_is_tried_until_it_can(node: LostNode, begin: Begin) -> None:
     before, found, events = node.session, list[Event](), Events()
     events.subscribe(found.append)
     node.lost, node.attempts = None, [fail, fail]
@@ -155,7 +137,7 @@ def test_a_host_that_cannot_be_reached_is_tried_until_it_can(node: FakeNode, beg
     until(lambda: not threads())
 
 
-def test_a_lost_host_is_lost_at_once_and_tried_by_one_thread(node: FakeNode, begin: Begin) -> None:
+def test_a_lost_host_is_lost_at_once_and_tried_by_one_thread(node: LostNode, begin: Begin) -> None:
     node.lost, gate = None, threading.Event()
     node.attempts = [lambda: gate.wait(30) and None]
     home = begin(lambda _, accept: accept())
@@ -168,9 +150,9 @@ def test_a_lost_host_is_lost_at_once_and_tried_by_one_thread(node: FakeNode, beg
     until(lambda: not threads())
 
 
-def test_the_agent_before_is_ended(node: FakeNode, begin: Begin) -> None:
+def test_the_agent_before_is_ended(node: LostNode, begin: Begin) -> None:
     ended: list[bool] = []
-    node.session = FakeSession(lambda stopped: ended.append(stopped()))
+    node.session.end_agent = lambda stopped: ended.append(stopped())
     home = begin(lambda _, accept: accept())
     home.expect(node, GONE)  # type: ignore[arg-type]
     until(lambda: ended == [False])
@@ -178,7 +160,7 @@ def test_the_agent_before_is_ended(node: FakeNode, begin: Begin) -> None:
 
 
 def test_closing_ends_an_attempt_and_nothing_is_tried_until_the_pool_is_open_again(
-    node: FakeNode, begin: Begin
+    node: LostNode, begin: Begin
 ) -> None:
     trying, closed = threading.Event(), threading.Event()
 
@@ -203,7 +185,7 @@ def test_closing_ends_an_attempt_and_nothing_is_tried_until_the_pool_is_open_aga
     until(lambda: not threads())
 
 
-def test_a_session_that_is_made_while_the_pool_closes_is_not_opened(node: FakeNode, begin: Begin) -> None:
+def test_a_session_that_is_made_while_the_pool_closes_is_not_opened(node: LostNode, begin: Begin) -> None:
     home = begin(lambda _, accept: accept())
     make = home._session_for
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stage.fakes import FakeNode
 
 import skyfab as sky
 from skyfab.calls.pack import PackedCall, PackedFunction
@@ -21,50 +22,6 @@ from skyfab.session.sigint import SIGINT_GUARD
 
 PLAN = WorkerSpec(tree="", env={}, info={})
 CHANGED = WorkerSpec(tree="changed", env={}, info={})
-
-
-class FakeSession:
-    has_ended = False
-
-
-class FakeNode:
-    """A host that takes calls and answers when the test says so."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.host = sky.Host(name=name)
-        self.lost: Exception | None = None
-        self.session = FakeSession()
-        self.callers: list[Any] = []
-        self.plans: list[WorkerSpec] = []
-        self.options: list[dict[str, Any]] = []
-        self.cancelled: list[int] = []
-        self.taken_back: list[list[int]] = []
-        self.is_gone = False
-
-    def call(self, worker: str, plan: WorkerSpec, call: PackedCall, *, caller: Any, **rest: Any) -> None:
-        if self.is_gone:
-            raise sky.HostLost("gone", host=self.name)
-        self.callers.append(caller)
-        self.plans.append(plan)
-        self.options.append(rest)
-
-    def cancel(self, stream: int) -> None:
-        if self.is_gone:
-            raise sky.HostLost("gone", host=self.name)
-        self.cancelled.append(stream)
-
-    def unassign(self, streams: list[int]) -> None:
-        if self.is_gone:
-            raise sky.HostLost("gone", host=self.name)
-        self.taken_back.append(streams)
-
-    def note_lost(self, error: Exception) -> None:
-        if self.lost is None and self.session.has_ended:
-            self.lost = error
-
-    def lose(self) -> None:
-        self.is_gone = self.session.has_ended = True
 
 
 def started(label: str, host: str) -> Callable[[BaseException | None], None]:
@@ -100,7 +57,7 @@ def result(value: object) -> tuple[messages.Message, list[memoryview]]:
 
 def test_thousands_of_waiting_calls_all_fail_when_the_last_host_is_lost() -> None:
     """Each used to be failed inside the one before it: past a thousand, that was a RecursionError and a hang."""
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     tasks = [task() for _ in range(5000)]
     for each in tasks:
@@ -111,7 +68,7 @@ def test_thousands_of_waiting_calls_all_fail_when_the_last_host_is_lost() -> Non
 
 
 def test_thousands_of_calls_that_fail_to_be_sent_one_after_another_all_fail() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     tasks = [task() for _ in range(5000)]
     for each in tasks:
@@ -122,7 +79,7 @@ def test_thousands_of_calls_that_fail_to_be_sent_one_after_another_all_fail() ->
 
 
 def test_a_call_for_a_lost_host_does_not_keep_others_waiting() -> None:
-    lost, there = FakeNode("node1"), FakeNode("node2")
+    lost, there = FakeNode(1), FakeNode(2)
     queue = queue_over(lost, there)
     lost.lost = sky.HostLost("gone", host="node1")
     pinned, free = task(on=lost), task()
@@ -133,7 +90,7 @@ def test_a_call_for_a_lost_host_does_not_keep_others_waiting() -> None:
 
 
 def test_what_a_session_that_was_replaced_says_late_does_not_lose_the_new_one() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     late = task()
     queue.add(late)
@@ -146,7 +103,7 @@ def test_what_a_session_that_was_replaced_says_late_does_not_lose_the_new_one() 
 
 def test_cancelling_a_call_that_was_moved_stops_nothing_else_on_its_new_host() -> None:
     """The number that it had on the lost host is another call's on the new one."""
-    first, second = FakeNode("node1"), FakeNode("node2")
+    first, second = FakeNode(1), FakeNode(2)
     queue = queue_over(first)
     moved = task(retries=1)
     queue.add(moved)
@@ -161,7 +118,7 @@ def test_cancelling_a_call_that_was_moved_stops_nothing_else_on_its_new_host() -
 
 
 def test_a_call_that_is_cancelled_in_the_moment_it_is_sent_is_stopped() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     one = task()
     queue.add(one)
@@ -172,7 +129,7 @@ def test_a_call_that_is_cancelled_in_the_moment_it_is_sent_is_stopped() -> None:
 
 
 def test_cancelling_twice_is_cancelling_once() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     one = task()
     queue.add(one)
@@ -208,7 +165,7 @@ def test_many_threads_may_cancel_one_future() -> None:
 
 
 def test_answers_come_back_to_their_calls() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     one, two = task(), task()
     queue.add(one)
@@ -259,7 +216,7 @@ def answer_quickly(queue: Scheduler, node: FakeNode, clock: Clock, seconds: floa
 
 
 def test_calls_spread_over_the_hosts_and_the_next_one_waits() -> None:
-    nodes = [FakeNode("node1"), FakeNode("node2")]
+    nodes = [FakeNode(1), FakeNode(2)]
     queue = queue_over(*nodes)
     first, second, third = add(queue, 3)
     assert [node.callers for node in nodes] == [[first], [second]]
@@ -270,13 +227,13 @@ def test_calls_spread_over_the_hosts_and_the_next_one_waits() -> None:
 
 
 def test_calls_of_unknown_length_are_given_one_at_a_time(clock: Clock) -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     first, _ = add(queue_over(node), 2)
     assert node.callers == [first]
 
 
 def test_short_calls_are_given_ahead_up_to_a_number(clock: Clock) -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     answer_quickly(queue, node, clock)
     add(queue, 40)
@@ -284,7 +241,7 @@ def test_short_calls_are_given_ahead_up_to_a_number(clock: Clock) -> None:
 
 
 def test_as_many_are_given_ahead_as_last_a_hundredth_of_a_second(clock: Clock) -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     answer_quickly(queue, node, clock, 0.0021)
     add(queue, 40)
@@ -292,7 +249,7 @@ def test_as_many_are_given_ahead_as_last_a_hundredth_of_a_second(clock: Clock) -
 
 
 def test_nothing_large_is_given_ahead(clock: Clock) -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     answer_quickly(queue, node, clock)
     add(queue, 2, size=64 * 1024)
@@ -300,7 +257,7 @@ def test_nothing_large_is_given_ahead(clock: Clock) -> None:
 
 
 def test_nothing_is_given_ahead_of_a_call_that_takes_long(clock: Clock) -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     answer_quickly(queue, node, clock)
     (long,) = add(queue, 1)
@@ -312,20 +269,20 @@ def test_nothing_is_given_ahead_of_a_call_that_takes_long(clock: Clock) -> None:
 
 
 def test_a_call_that_needs_another_process_is_not_given_ahead(clock: Clock) -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     answer_quickly(queue, node, clock)
-    node.plans.clear()
+    node.specs.clear()
     (first,) = add(queue, 1)
     queue.use_tree("changed")
     add(queue, 2)
-    assert node.plans == [PLAN]
+    assert node.specs == [PLAN]
     first.answered(*result(None))
-    assert node.plans == [PLAN, CHANGED, CHANGED]
+    assert node.specs == [PLAN, CHANGED, CHANGED]
 
 
 def test_calls_for_one_host_do_not_hold_up_calls_for_another() -> None:
-    nodes = [FakeNode("node1"), FakeNode("node2")]
+    nodes = [FakeNode(1), FakeNode(2)]
     queue = queue_over(*nodes)
     add(queue, 2, on=nodes[0])
     (free,) = add(queue, 1)
@@ -333,7 +290,7 @@ def test_calls_for_one_host_do_not_hold_up_calls_for_another() -> None:
 
 
 def test_a_call_is_made_with_what_it_was_given() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     one = Task(packed(timeout=3.0))
     one.each = True
     queue_over(node).add(one)
@@ -352,7 +309,7 @@ def run(queue: Scheduler, data: bytes = b"", buffers: Any = (), **options: Any) 
     "general", [{"data": bytes(SMALL + 1)}, {"buffers": [memoryview(b"x")]}, {"retries": 1}, {"stall": 3.0}]
 )
 def test_large_watched_and_retried_calls_are_queued(general: dict[str, Any]) -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     assert run(queue_over(node), **general) is NOT_TAKEN
     assert node.callers == []
 
@@ -367,7 +324,7 @@ def test_large_watched_and_retried_calls_are_queued(general: dict[str, Any]) -> 
     ],
 )
 def test_the_fast_path_releases_its_slot_after_any_reply(reply: Any, expected: Any) -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
 
     def answer(worker: str, plan: WorkerSpec, call: PackedCall, *, caller: Any) -> None:
@@ -388,7 +345,7 @@ def test_the_fast_path_releases_its_slot_after_any_reply(reply: Any, expected: A
 
 
 def test_a_host_that_is_lost_before_a_call_is_sent_leaves_its_slot_free() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     node.is_gone = True
     queue = queue_over(node)
     with pytest.raises(sky.HostLost):
@@ -405,7 +362,7 @@ def test_an_interrupted_call_is_cancelled_and_keeps_its_slot_until_it_has_ended(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(SIGINT_GUARD, "allow", interrupted)
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     with pytest.raises(KeyboardInterrupt):
         run(queue)
@@ -417,7 +374,7 @@ def test_an_interrupted_call_is_cancelled_and_keeps_its_slot_until_it_has_ended(
 
 
 def test_a_reserved_slot_is_nobody_elses_until_it_is_released(clock: Clock) -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     answer_quickly(queue, node, clock)
     slot = queue._reserve()
@@ -430,7 +387,7 @@ def test_a_reserved_slot_is_nobody_elses_until_it_is_released(clock: Clock) -> N
 
 
 def test_no_slot_of_a_lost_host_is_reserved() -> None:
-    lost, there = FakeNode("node1"), FakeNode("node2")
+    lost, there = FakeNode(1), FakeNode(2)
     queue = queue_over(lost, there)
     lost.lost = sky.HostLost("gone", host="node1")
     slot = queue._reserve()
@@ -439,7 +396,7 @@ def test_no_slot_of_a_lost_host_is_reserved() -> None:
 
 
 def test_nothing_is_reserved_past_calls_that_wait() -> None:
-    nodes = [FakeNode("node1"), FakeNode("node2")]
+    nodes = [FakeNode(1), FakeNode(2)]
     queue = queue_over(*nodes)
     add(queue, 2, on=nodes[0])
     assert queue._reserve() is None
@@ -454,7 +411,7 @@ def ended(why: str) -> messages.Ended:
 
 @pytest.mark.parametrize("why", ["unstarted", "unassigned"])
 def test_a_call_that_did_not_begin_is_made_again_before_others(why: str) -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     back, behind = add(queue, 2)
     back.sent(7)
@@ -467,7 +424,7 @@ def test_a_call_that_did_not_begin_is_made_again_before_others(why: str) -> None
 
 
 def test_a_call_whose_worker_never_starts_fails_in_the_end() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     (one,) = add(queue_over(node), 1)
     for _ in range(100):
         assert not one.future.done()
@@ -477,7 +434,7 @@ def test_a_call_whose_worker_never_starts_fails_in_the_end() -> None:
 
 
 def test_a_call_that_was_cancelled_meanwhile_is_not_made_again() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     (one,) = add(queue_over(node), 1)
     one.future.cancel()
     one.answered(ended("unstarted"), [])
@@ -485,7 +442,7 @@ def test_a_call_that_was_cancelled_meanwhile_is_not_made_again() -> None:
 
 
 def test_what_was_given_ahead_behind_a_long_call_is_taken_back_for_an_idle_worker(clock: Clock) -> None:
-    nodes = [FakeNode("node1"), FakeNode("node2")]
+    nodes = [FakeNode(1), FakeNode(2)]
     queue = queue_over(*nodes)
     for node in nodes:
         answer_quickly(queue, node, clock)
@@ -501,8 +458,8 @@ def test_what_was_given_ahead_behind_a_long_call_is_taken_back_for_an_idle_worke
     assert len(clock.timers) == 1
     clock.now += 0.02
     clock.timers.pop()()
-    assert nodes[0].taken_back == [[2]], "not the one that runs, nor one that is not sent yet"
-    assert nodes[1].taken_back == []
+    assert nodes[0].unassigned == [[2]], "not the one that runs, nor one that is not sent yet"
+    assert nodes[1].unassigned == []
     assert len(clock.timers) == 1, "and it looks again"
     second.answered(ended("unassigned"), [])
     assert nodes[1].callers == [short, second]
@@ -511,17 +468,17 @@ def test_what_was_given_ahead_behind_a_long_call_is_taken_back_for_an_idle_worke
 
 
 def test_nothing_is_taken_back_from_calls_that_are_quick(clock: Clock) -> None:
-    nodes = [FakeNode("node1"), FakeNode("node2")]
+    nodes = [FakeNode(1), FakeNode(2)]
     queue = queue_over(*nodes)
     for node in nodes:
         answer_quickly(queue, node, clock)
     add(queue, 2, on=nodes[0])
     queue._take_back()
-    assert nodes[0].taken_back == []
+    assert nodes[0].unassigned == []
 
 
 def test_a_lost_host_gives_nothing_back_and_that_is_no_error(clock: Clock) -> None:
-    nodes = [FakeNode("node1"), FakeNode("node2")]
+    nodes = [FakeNode(1), FakeNode(2)]
     queue = queue_over(*nodes)
     answer_quickly(queue, nodes[0], clock)
     add(queue, 2, on=nodes[0])
@@ -535,7 +492,7 @@ def test_a_lost_host_gives_nothing_back_and_that_is_no_error(clock: Clock) -> No
 
 @pytest.mark.parametrize("retries", [1, 2])
 def test_a_call_with_retries_moves_to_another_host_so_often(retries: int) -> None:
-    nodes = [FakeNode(f"node{number}") for number in range(4)]
+    nodes = [FakeNode(number) for number in range(4)]
     told: list[tuple[str, type]] = []
     queue = Scheduler(lambda label, host: lambda error: told.append((host, type(error))))
     open_over(queue, *nodes)
@@ -550,7 +507,7 @@ def test_a_call_with_retries_moves_to_another_host_so_often(retries: int) -> Non
 
 
 def test_only_a_lost_host_is_a_reason_to_move() -> None:
-    nodes = [FakeNode("node1"), FakeNode("node2")]
+    nodes = [FakeNode(1), FakeNode(2)]
     (one,) = add(queue_over(*nodes), 1, retries=1)
     one.failed(sky.HostUnfit("its disk is full", host="node1"))
     assert isinstance(one.future.exception(0), sky.HostUnfit)
@@ -558,7 +515,7 @@ def test_only_a_lost_host_is_a_reason_to_move() -> None:
 
 
 def test_a_call_for_one_host_does_not_move() -> None:
-    nodes = [FakeNode("node1"), FakeNode("node2")]
+    nodes = [FakeNode(1), FakeNode(2)]
     queue = queue_over(*nodes)
     (one,) = add(queue, 1, on=nodes[0], retries=1)
     nodes[0].lose()
@@ -569,7 +526,7 @@ def test_a_call_for_one_host_does_not_move() -> None:
 
 
 def test_a_call_for_a_host_that_is_lost_fails_with_its_error() -> None:
-    nodes = [FakeNode("node1"), FakeNode("node2")]
+    nodes = [FakeNode(1), FakeNode(2)]
     nodes[0].lost = sky.HostLost("the reason", host="node1")
     (one,) = add(queue_over(*nodes), 1, on=nodes[0])
     assert one.future.exception(0) is nodes[0].lost
@@ -579,7 +536,7 @@ def test_a_call_for_a_host_that_is_lost_fails_with_its_error() -> None:
 
 
 def test_a_failure_frees_the_worker() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     one, two = add(queue_over(node), 2)
     one.failed(sky.HostUnfit("its disk is full", host="node1"))
     assert node.callers == [one, two]
@@ -587,7 +544,7 @@ def test_a_failure_frees_the_worker() -> None:
 
 def test_the_end_of_a_call_is_told_before_who_waits_goes_on() -> None:
     seen: list[tuple[BaseException | None, bool]] = []
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = Scheduler(lambda label, host: lambda error: seen.append((error, one.future.done())))
     open_over(queue, node)
     (one,) = add(queue, 1)
@@ -606,7 +563,7 @@ def exit_now() -> None:
 
 
 def test_a_result_that_ends_the_program_when_it_is_unpickled_ends_its_call_too() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     one, two = add(queue_over(node), 2)
     with pytest.raises(SystemExit):
         one.answered(*result(EndsTheProgram()))
@@ -615,7 +572,7 @@ def test_a_result_that_ends_the_program_when_it_is_unpickled_ends_its_call_too()
 
 
 def test_what_a_call_raised_is_raised_here() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     (one,) = add(queue_over(node), 1)
     payload = codec.dumps(ValueError("there"))
     one.answered(
@@ -626,7 +583,7 @@ def test_what_a_call_raised_is_raised_here() -> None:
 
 
 def test_a_cancelled_call_that_waits_is_never_made() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     one, two, three = add(queue_over(node), 3)
     assert two.future.cancel()
     one.answered(*result(None))
@@ -635,7 +592,7 @@ def test_a_cancelled_call_that_waits_is_never_made() -> None:
 
 
 def test_cancelling_a_call_on_a_lost_host_is_no_error() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     (one,) = add(queue_over(node), 1)
     one.sent(1)
     node.is_gone = True
@@ -643,7 +600,7 @@ def test_cancelling_a_call_on_a_lost_host_is_no_error() -> None:
 
 
 def test_calls_that_wait_when_the_pool_closes_fail_and_those_that_run_do_not() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = queue_over(node)
     one, two = add(queue, 2)
     queue.fail_all()
@@ -652,7 +609,7 @@ def test_calls_that_wait_when_the_pool_closes_fail_and_those_that_run_do_not() -
 
 
 def test_untrusted_hosts_return_plain_data_only() -> None:
-    node = FakeNode("node1")
+    node = FakeNode(1)
     queue = Scheduler(started, untrusted=True)
     open_over(queue, node)
     (one,) = add(queue, 1)

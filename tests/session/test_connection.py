@@ -138,12 +138,14 @@ class Agent:
     def __init__(self) -> None:
         self.outcomes: list[Stream | Exception] = []
         self.attempts = 0
+        self.stopped: list[Callable[[], bool]] = []
 
     def transport(self) -> Any:
         return Way()
 
     def rejoin(self, transport: Any, deadline: float, stopped: Callable[[], bool]) -> Any:
         self.attempts += 1
+        self.stopped.append(stopped)
         outcome = self.outcomes.pop(0) if self.outcomes else sky.HostLost("no route", host="node1")
         if isinstance(outcome, Exception):
             raise outcome
@@ -441,6 +443,30 @@ def test_attempts_come_apart_and_further_apart(bench: Bench) -> None:
     gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
     assert 0.06 < gaps[0] < 0.16
     assert all(0.4 < gap < 0.95 for gap in gaps[-3:])
+
+
+def test_attempts_are_limited_and_the_first_that_succeeds_is_used(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The oldest is abandoned for a new one; streams that are not used are closed."""
+    works: list[Callable[[], None]] = []
+    bench.open()
+    monkeypatch.setattr(reconnect, "spawn", lambda work, name: works.append(work))
+    bench.break_stream()
+    streams = [Stream() for _ in range(reconnect.MOST_ATTEMPTS + 1)]
+    bench.agent.outcomes = list(streams)
+    while len([work for work in works if "_Attempt" in work.__qualname__]) < len(streams):
+        bench.clock.now += 1
+        bench.step()
+    for work in works:
+        work()
+    bench.step()
+    abandoned, used, *others = streams
+    assert bench.connection.stream is used  # type: ignore[comparison-overlap]
+    assert abandoned.closed
+    assert all(other.closed for other in others)
+    assert not used.closed
+    assert bench.agent.stopped[0]()
 
 
 # ---- the host is lost

@@ -1,4 +1,4 @@
-"""Gangs without hosts: which process gets which rank and variables, and when a gang is kept."""
+"""Gangs without hosts: which processes they have, and when a gang is kept."""
 
 from __future__ import annotations
 
@@ -6,26 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stage.fakes import FakeNode
 
 import skyfab as sky
 from skyfab.plugins.base import Elastic
 from skyfab.pool.gang import Gang, GangCache, GangSpec, remaining
-
-
-class FakeNode:
-    def __init__(self, index: int, gpus: Any = "auto") -> None:
-        self.index = index
-        self.host = sky.Host(name=f"node{index}", gpus=gpus)
-        self.agent = SimpleNamespace(hostname=f"box{index}")
-        self.gpus = (0, 1)
-        self.lost: Exception | None = None
-        self.released: list[str] = []
-        self.members: dict[str, Any] = {}
-
-    def release(self, worker: str) -> None:
-        if self.lost is not None:
-            raise self.lost
-        self.released.append(worker)
 
 
 def place(index: int, interface: str = "") -> Any:
@@ -45,62 +30,6 @@ def gang_of(nodes: list[FakeNode], ranks: tuple[int, ...], interface: str = "", 
 # ---- ranks
 
 
-def test_ranks_count_over_all_hosts() -> None:
-    gang = gang_of([FakeNode(0), FakeNode(1)], (2, 1), attempt=3)
-    assert [(member.node.index, member.worker, member.rank) for member in gang.members] == [
-        *((0, "gang1.0", 0), (0, "gang1.1", 1), (1, "gang1.0", 2))
-    ]
-    common = {
-        "total_nodes": 2,
-        "world_size": 3,
-        "head_addr": "192.0.2.0",
-        "head_port": 4242,
-        "total_accelerators": 4,
-        "peers": ["192.0.2.0", "192.0.2.1"],
-        "job_id": "job",
-        "attempt": 3,
-        "accelerators": 2,
-    }
-    assert [dict(member.spec.info) for member in gang.members] == [
-        {**common, "node": 0, "rank": 0, "local_rank": 0, "local_world_size": 2, "hostname": "box0"},
-        {**common, "node": 0, "rank": 1, "local_rank": 1, "local_world_size": 2, "hostname": "box0"},
-        {**common, "node": 1, "rank": 2, "local_rank": 0, "local_world_size": 1, "hostname": "box1"},
-    ]
-    assert [member.spec.tree for member in gang.members] == ["tree"] * 3
-    assert not gang.broken
-
-
-def test_the_first_rank_gets_the_port_that_its_host_holds() -> None:
-    gang = gang_of([FakeNode(0), FakeNode(1)], (2, 1))
-    assert [member.spec.port for member in gang.members] == [4242, 0, 0]
-
-
-def test_variables_are_those_of_torchrun() -> None:
-    gang = gang_of([FakeNode(0), FakeNode(1)], (2, 1), interface="eth1", attempt=1)
-    assert dict(gang.members[1].spec.env) == {
-        "MASTER_ADDR": "192.0.2.0",
-        "MASTER_PORT": "4242",
-        "WORLD_SIZE": "3",
-        "RANK": "1",
-        "LOCAL_RANK": "1",
-        "LOCAL_WORLD_SIZE": "2",
-        "NODE_RANK": "0",
-        "GROUP_RANK": "0",
-        "GROUP_WORLD_SIZE": "2",
-        "ROLE_NAME": "default",
-        "ROLE_RANK": "1",
-        "ROLE_WORLD_SIZE": "3",
-        "TORCHELASTIC_RUN_ID": "job",
-        "TORCHELASTIC_RESTART_COUNT": "1",
-        "TORCHELASTIC_MAX_RESTARTS": "1",
-        "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "eth1",
-        "NCCL_SOCKET_IFNAME": "eth1",
-        "OF": "node0",
-    }
-
-
 def test_a_rank_alone_on_its_host_may_use_all_cores_and_named_gpus() -> None:
     env = gang_of([FakeNode(0, gpus=(1, 3))], (1,)).members[0].spec.env
     assert "OMP_NUM_THREADS" not in env
@@ -117,7 +46,7 @@ def test_an_elastic_host_has_one_process_for_all_its_ranks() -> None:
 def test_releasing_a_gang_ends_its_processes_and_minds_no_lost_host() -> None:
     nodes = [FakeNode(0), FakeNode(1)]
     gang = gang_of(nodes, (1, 2))
-    nodes[0].lost = sky.HostLost("gone", host="node0")
+    nodes[0].is_gone = True
     gang.release()
     assert gang.broken
     assert nodes[1].released == ["gang1.0", "gang1.1"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Final, TextIO
 
-from skyfab._util.sizes import progress
 from skyfab.errors import located
 from skyfab.ui.events import CallEnded, CallStarted, HostState, Mapped, Moved, Output, State, Waiting
 from skyfab.ui.live_calls import Calls
@@ -44,8 +43,6 @@ class Screen(View):
         self._colours: dict[str, str] = {}
         self._details: dict[str, str] = {}
         """Hosts that are connecting or being prepared, and the current step."""
-        self._amounts: dict[str, tuple[int, int]] = {}
-        """Bytes transferred and in total, for each of them."""
         self._silent: dict[str, tuple[float, float]] = {}
         """Hosts that do not answer: since when, and for how many seconds they are waited for."""
         self._ready: list[str] = []
@@ -90,11 +87,8 @@ class Screen(View):
         is_ready = self._states.get(event.host) == "ready"
         if is_ready and event.done >= event.total:
             self._details.pop(event.host, None)
-            if not self._details:
-                self._amounts = {}
         elif is_ready or event.host in self._details:
             self._details[event.host] = clean(str(event), colour=False).replace(": ", " ", 1)
-            self._amounts[event.host] = (event.done, event.total)
         self._waiting += 1
 
     def _step(self, host: str) -> str:
@@ -108,22 +102,9 @@ class Screen(View):
         if self._calls.take(event):
             self._waiting += 1
 
-    def _total(self) -> list[str]:
-        """A line with the total progress, if several hosts have transfers."""
-        if len(self._amounts) < 2 or not self._details:
-            return []
-        done, total = (sum(amounts) for amounts in zip(*self._amounts.values(), strict=True))
-        ready, all_ = len(self._ready), len(self._ready) + len(self._details)
-        state = f"{ready} of {all_} ready, " if self._ready or not self._is_moving() else ""
-        return [f"  {state}{progress(done, total)}"]
-
-    def _is_moving(self) -> bool:
-        """Whether all that is shown are transfers of files."""
-        return all(self._states.get(host) == "ready" for host in self._details)
-
     def _summary(self) -> None:
         """All hosts are ready or have failed. Not shown after a failure: the error has more details."""
-        ready, self._ready, self._amounts = self._ready, [], {}
+        ready, self._ready = self._ready, []
         if "failed" not in self._states.values():
             who = ready[0] if len(ready) == 1 else f"{len(ready)} hosts"
             self._say("stderr", f"{self._in(_GREEN, '✓')} {who} ready in {self._clock() - self._since:.1f} s\n")
@@ -136,7 +117,7 @@ class Screen(View):
     def _write(self, lines: list[Line]) -> None:
         with self._lock:
             spinner = self._spinners[int(self._clock() / _TICK) % len(self._spinners)]
-            live = [f"{spinner}{self._step(host)}" for host in self._details] + self._total()
+            live = [f"{spinner}{self._step(host)}" for host in self._details]
             calls = self._calls.lines() if self._is_waited_for() else []
             self._waits.over = self.flush if calls else None
             live += [f"{spinner}{call}" for call in calls]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from stage.labs import start
+from stage.projects import skyfab
 from stage.typist import Typist
 
 from skyfab.inventory.inventory import Inventory
@@ -37,31 +36,24 @@ Host *
 def config(folder: Path, lines: str) -> dict[str, str]:
     """Writes an ssh_config; returns the variables of a shell in which it is the user's."""
     (folder / "config").write_text(lines)
-    return {**os.environ, "SKYFAB_SSH_CONFIG": str(folder / "config")}
-
-
-def skyfab(folder: Path, environ: dict[str, str], *words: str) -> subprocess.CompletedProcess[str]:
-    argv = [sys.executable, "-m", "skyfab", *words]
-    return subprocess.run(
-        argv, cwd=folder, env=environ, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=170
-    )
+    return {"SKYFAB_SSH_CONFIG": str(folder / "config")}
 
 
 def test_a_file_that_is_there_is_not_changed(tmp_path: Path) -> None:
     (tmp_path / "inventory.toml").write_text("mine")
-    done = skyfab(tmp_path, config(tmp_path, "Host a\n"), "init", "--yes")
+    done = skyfab(tmp_path, "init", "--yes", **config(tmp_path, "Host a\n"))
     assert done.returncode == 2 and "inventory.toml already exists" in done.stderr
     assert (tmp_path / "inventory.toml").read_text() == "mine"
 
 
 def test_a_link_that_leads_nowhere_is_there_too(tmp_path: Path) -> None:
     (tmp_path / "inventory.toml").symlink_to("elsewhere")
-    assert skyfab(tmp_path, config(tmp_path, "Host a\n"), "init", "--yes").returncode == 2
+    assert skyfab(tmp_path, "init", "--yes", **config(tmp_path, "Host a\n")).returncode == 2
     assert not (tmp_path / "elsewhere").exists()
 
 
 def test_without_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
-    done = skyfab(tmp_path, config(tmp_path, "Host a\n"), "init")
+    done = skyfab(tmp_path, "init", **config(tmp_path, "Host a\n"))
     assert done.returncode == 2 and "no terminal to ask at" in done.stderr
 
 
@@ -75,7 +67,7 @@ def test_the_end_of_input_is_no_answer(tmp_path: Path) -> None:
 
 
 def test_no_host_can_be_used(tmp_path: Path) -> None:
-    done = skyfab(tmp_path, config(tmp_path, "Host a\n  HostName 127.0.0.1\n  Port 1\n"), "init", "--yes")
+    done = skyfab(tmp_path, "init", "--yes", **config(tmp_path, "Host a\n  HostName 127.0.0.1\n  Port 1\n"))
     assert done.returncode == 3 and "a: not usable: " in done.stdout
     assert not (tmp_path / "inventory.toml").exists()
 
@@ -93,11 +85,11 @@ def test_names_of_known_hosts(tmp_path: Path) -> None:
 
 def test_names_that_are_hashed_are_told_from_none(tmp_path: Path) -> None:
     environ = {**config(tmp_path, ""), "HOME": str(tmp_path)}
-    done = skyfab(tmp_path, environ, "init")
+    done = skyfab(tmp_path, "init", **environ)
     assert done.returncode == 2 and "neither ssh_config nor known_hosts has a host" in done.stderr
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "known_hosts").write_text("|1|abc=|def= ssh-ed25519 AAAA\n")
-    done = skyfab(tmp_path, environ, "init")
+    done = skyfab(tmp_path, "init", **environ)
     assert done.returncode == 2 and "known_hosts has only hashed names\nhint: name some: " in done.stderr
 
 
@@ -113,7 +105,7 @@ def test_forty_odd_entries(tmp_path: Path) -> None:
         lines = [f"Host works{n}\n HostName {one.address}\n User root\n" for n, one in enumerate(lab.hosts)]
         general = f'  IdentityFile "{first.identity}"\n  UserKnownHostsFile "{known}"\n  GlobalKnownHostsFile none\n'
         environ = config(tmp_path, "".join(lines) + ODD.replace("DEAD\n", dead) + general)
-        done = skyfab(tmp_path, environ, "init", "--yes")
+        done = skyfab(tmp_path, "init", "--yes", **environ)
         assert done.returncode == 0, done.stdout + done.stderr
         assert list(Inventory.load(tmp_path / "inventory.toml").hosts) == ["works0", "works1"]
         assert "skipped dot.ted: same login as ümlaut" in done.stderr
@@ -121,7 +113,7 @@ def test_forty_odd_entries(tmp_path: Path) -> None:
         assert "works1: hello from " in done.stdout and "dead7: not usable" in done.stdout
         assert done.stdout.endswith("wrote inventory.toml with 2 hosts\nnext: skyfab doctor\n")
         assert second.host_key in known.read_text()
-        assert skyfab(tmp_path, environ, "hosts").returncode == 0
+        assert skyfab(tmp_path, "hosts", **environ).returncode == 0
 
 
 @pytest.mark.lab
@@ -134,7 +126,7 @@ def test_three_questions(tmp_path: Path) -> None:
         known = f'  UserKnownHostsFile "{tmp_path}/known"\n  GlobalKnownHostsFile none\n'
         environ = config(tmp_path, "".join(lines) + f'  IdentityFile "{first.identity}"\n' + known)
         words = [sys.executable, "-m", "skyfab", "init"]
-        with Typist(words, tmp_path, SKYFAB_SSH_CONFIG=environ["SKYFAB_SSH_CONFIG"]) as typist:
+        with Typist(words, tmp_path, **environ) as typist:
             for question, answer in (
                 (r"Which hosts\?.*", "works*,dead"),
                 ("record them in .*", "y"),
@@ -155,7 +147,7 @@ def test_addresses_get_names(tmp_path: Path) -> None:
         environ = config(
             tmp_path, f'Host *\n  IdentityFile "{host.identity}"\n  UserKnownHostsFile "{known}"\n  User nobody\n'
         )
-        done = skyfab(tmp_path, environ, "init", f"root@{host.address}:22", "--yes")
+        done = skyfab(tmp_path, "init", f"root@{host.address}:22", "--yes", **environ)
         assert done.returncode == 0, done.stdout + done.stderr
         (found,) = Inventory.load(tmp_path / "inventory.toml").hosts.values()
         assert (found.name, found.user, found.port) == (host.address, "root", 22)

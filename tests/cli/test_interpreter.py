@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
 
 import pytest
+import stage.projects
 
 import skyfab
 
@@ -34,9 +34,7 @@ def install_skyfab(project: Path) -> None:
 
 
 def run(project: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    env = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
-    argv = [sys.executable, "-m", "skyfab", *words, "sub/script.py"]
-    return subprocess.run(argv, cwd=project, env={**env, **environ}, capture_output=True, text=True, timeout=170)
+    return stage.projects.skyfab(project, *words, "sub/script.py", **{"VIRTUAL_ENV": "", **environ})
 
 
 def test_the_projects_environment_runs_the_script_if_it_has_skyfab(project: Path) -> None:

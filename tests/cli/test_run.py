@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from stage.projects import skyfab
 
 from skyfab.cli.detach import tell_how_to_attach
 from skyfab.lab import Lab
@@ -45,12 +43,6 @@ def project(tmp_path: Path) -> Path:
     for name, text in {"beside.py": BESIDE, "script.py": SCRIPT, "ddp.py": DDP}.items():
         (tmp_path / name).write_text(text)
     return tmp_path
-
-
-def skyfab(project: Path, *words: str, inventory: Path | None = None) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **({"SKYFAB_INVENTORY": str(inventory)} if inventory else {})}
-    argv = [sys.executable, "-m", "skyfab", *words]
-    return subprocess.run(argv, cwd=project, env=env, capture_output=True, text=True, timeout=170)
 
 
 def test_a_script_runs_on_every_rank_with_its_arguments(project: Path) -> None:

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from stage.projects import skyfab as piped
 from stage.typist import Typist
 
 from skyfab.lab import Lab
@@ -46,11 +47,6 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "inventory.toml").write_text(INVENTORY.format(cache=tmp_path))
     (tmp_path / "hello.py").write_text("import os\nprint('hello from', os.environ['RANK'])\n")
     return tmp_path
-
-
-def piped(folder: Path, *words: str, **environ: str) -> subprocess.CompletedProcess[str]:
-    env = {**os.environ, **environ}
-    return subprocess.run([*PROGRAM, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=170)
 
 
 def seen(folder: Path, columns: int, *words: str, **environ: str) -> tuple[int, str]:
@@ -226,14 +222,6 @@ def test_the_hosts_are_named_where_they_were_not_given(folder: Path) -> None:
     ran = piped(folder, "run", "hello.py")
     assert ran.stdout == "here[0] hello from 0\n", "the inventory counts without --hosts"
     assert ran.stderr == "using here: all hosts of inventory.toml\n"
-
-
-def test_words_are_hosts_where_nothing_else_can_be_meant(folder: Path) -> None:
-    assert piped(folder, "exec", "here", "--", "echo", "hi").stdout == "here hi\n"
-    assert piped(folder, "exec", "both", "!dead", "--", "echo", "hi").stdout == "here hi\n"
-    assert piped(folder, "gc", "here").stdout == "here: nothing to remove\n"
-    assert piped(folder, "runs", "here").returncode == 0
-    assert "node1" in piped(folder, "trust", "node1").stderr
 
 
 # ---- colours

@@ -10,11 +10,17 @@ from pathlib import Path
 
 
 def skyfab(
-    folder: Path, *words: str, inventory: Path | None = None, processes: int | None = None, timeout: float = 60
+    folder: Path,
+    *words: str,
+    inventory: Path | None = None,
+    processes: int | None = None,
+    timeout: float = 170,
+    **environ: str,
 ) -> subprocess.CompletedProcess[str]:
-    """Runs the command in a folder. With `processes`, this user may have so many more than now; root may have any."""
+    """Runs the command in a folder. With `processes`, this user may have that many more than now; root may have any."""
     env = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
     env.pop("SKYFAB_INVENTORY", None)
+    env |= environ
     if inventory is not None:
         env["SKYFAB_INVENTORY"] = str(inventory)
 
@@ -25,7 +31,15 @@ def skyfab(
 
     argv = [sys.executable, "-m", "skyfab", *words]
     return subprocess.run(
-        argv, cwd=folder, env=env, capture_output=True, text=True, timeout=timeout, preexec_fn=limit, check=False
+        argv,
+        cwd=folder,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        preexec_fn=limit,
+        check=False,
     )
 
 

@@ -144,7 +144,7 @@ bad() @ compute""")
     frames = [line.rpartition(", ")[2] for line in lines if line.startswith("  File ")]
     assert frames == ["in <module>", "in bad"], "neither IPython's nor ours"
     assert '    raise ValueError("bad batch")' in lines
-    assert re.fullmatch(r"local\[\d\] ValueError: bad batch \(and 1 more rank alike\)", lines[-1])
+    assert re.fullmatch(r"local\[\d\] ValueError: bad batch \(same error on 1 more rank\)", lines[-1])
     (own,) = notebook.execute("1 / 0")
     assert len(own["traceback"]) > 1 and "ZeroDivisionError" in own["traceback"][-1], "others are IPython's"
 

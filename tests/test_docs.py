@@ -15,6 +15,7 @@ import pytest
 
 import skyfab
 from benchmarks import chart
+from skyfab.protocol import messages as protocol_messages
 from tools import pictures
 from tools.terminal_svg import Frame, Recording, Run
 
@@ -50,6 +51,20 @@ def test_every_example_has_a_guide() -> None:
     text = "".join(page.read_text() for page in DOCS.glob("*.md"))
     examples = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "examples").rglob("*.py"))]
     assert [example for example in examples if example not in text] == []
+
+
+def test_the_table_of_messages_has_every_message() -> None:
+    text = (DOCS / "how_it_works.md").read_text().partition("\n### Messages\n")[2].partition("\n## ")[0]
+    assert set(re.findall(r"^\| ([A-Z]\w+) \|", text, re.MULTILINE)) == {
+        kind.__name__
+        for kind in vars(protocol_messages).values()
+        if isinstance(kind, type) and issubclass(kind, protocol_messages.Message)
+    } - {"Message"}
+
+
+def test_files_that_how_it_works_names_exist() -> None:
+    named = set(re.findall(r"`([a-z_]+(?:/[a-z_0-9]+)+\.(?:py|sh))`", (DOCS / "how_it_works.md").read_text()))
+    assert sorted(name for name in named if not (ROOT / "skyfab" / name).exists() and not (ROOT / name).exists()) == []
 
 
 def test_the_page_for_developers_has_a_row_for_every_package_and_names_files_that_exist() -> None:

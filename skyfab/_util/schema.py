@@ -17,7 +17,7 @@ from skyfab._util.suggest import did_you_mean
 
 T = TypeVar("T")
 _NUMBERS: Final = 2**63
-"""Larger numbers, and those that are none, such as NaN, are invalid."""
+"""Larger numbers, and NaN, are invalid."""
 
 
 class Invalid(ValueError):

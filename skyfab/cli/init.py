@@ -92,7 +92,7 @@ def _known() -> Inventory:
 
 
 def _named(hosts: Sequence[Host]) -> list[Host]:
-    """The hosts with names that an inventory can have: an address with user or port is none."""
+    """The hosts with names that an inventory can have: an address with user or port cannot be a name there."""
     from dataclasses import replace
 
     from skyfab.inventory.host import NAME

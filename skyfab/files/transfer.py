@@ -233,7 +233,7 @@ class Transfer:
             self._wait_for_writing(0)
 
     def _resumed(self, number: int, size: int, digest: str) -> int:
-        """Where to go on: after what an earlier transfer has left, if that is the beginning of the file."""
+        """Where to resume: after what an earlier transfer has left, if that is the beginning of the file."""
         if not 0 < size <= self._size(number):
             return 0
         return size if check("digest", self._source.ask("digest", number, size).result()) == digest else 0

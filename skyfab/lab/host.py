@@ -213,7 +213,7 @@ class LabHost:
             shape(device, mbit, space=space)
 
     def delay(self, milliseconds: float | None) -> None:
-        """Lets a round trip to it, on any network, take so much longer, half in each direction; None ends that.
+        """Adds this delay to each round trip, on any network, half in each direction; None removes it.
 
         Bandwidth stays as it is, also that of `slow`. What is on its way when the delay changes is lost.
         """

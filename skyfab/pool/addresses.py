@@ -174,4 +174,4 @@ def check_addresses(agent: AgentHello, host: str) -> None:
     except ValueError:
         fine = False
     if not fine:
-        raise ProtocolError("what it says of its addresses are none", host=host)
+        raise ProtocolError("invalid addresses", host=host)

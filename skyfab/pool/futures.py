@@ -58,7 +58,7 @@ class CallFuture(Future[Any], ShownAsTable):
         return ("call", "host", "state"), [(self.label, self.node.name if self.node else "–", self.state)]
 
     def __await__(self) -> Generator[Any, None, Any]:
-        """``await (f(x) > compute)``: the event loop goes on meanwhile. Cancelling the task cancels the call."""
+        """``await (f(x) > compute)``: the event loop keeps running. Cancelling the task cancels the call."""
         import asyncio
 
         return asyncio.wrap_future(self).__await__()

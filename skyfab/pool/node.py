@@ -56,7 +56,7 @@ class WorkerSpec:
     pipelined: bool = False
     """Calls are passed on to the process before those before them have replies."""
     reported: bool = True
-    """Whether the user is told which files it has written."""
+    """Whether the files that it has written are reported to the user."""
     plain: bool = False
     """Whether it encodes results as plain data."""
 
@@ -88,7 +88,7 @@ class Member(Protocol):
 
 
 class Owner:
-    """Who owns nodes: has the subscribers of their events, and is told if one is lost. A pool extends it."""
+    """The owner of nodes: has the subscribers of their events, and is notified if one is lost. A pool extends it."""
 
     def __init__(self, events: Events) -> None:
         self.events = events

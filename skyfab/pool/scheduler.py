@@ -246,7 +246,7 @@ class Scheduler:
     def advance(self) -> None:
         """Assigns waiting calls to slots that have room; fails those for which no host is left.
 
-        Calls may fail or be returned meanwhile, which calls this again: then it returns at once, and the loop goes on.
+        Calls may fail or be returned meanwhile, which calls this again: that returns at once, and the loop continues.
         """
         me = threading.get_ident()
         if me in self._advancing:

@@ -61,7 +61,7 @@ def has_colours() -> bool:
 
 
 unwritten: Final[list[OSError]] = []
-"""Why standard output could not be written, as to a full disk. Calls go on; a command ends with it."""
+"""Why standard output could not be written, as to a full disk. Calls continue; a command ends with it."""
 
 
 def put(file: TextIO | None, text: str) -> None:

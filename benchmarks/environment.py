@@ -105,7 +105,7 @@ class Workshop:
     def open(cls, arena: Arena) -> Iterator[Workshop]:
         with tempfile.TemporaryDirectory(prefix="skyfab-bench-") as folder, _cache(Path(folder) / "cache"):
             with open_shell(arena.first, transport_for(arena.first, arena.inventory)) as shell:
-                target = Target.of(probe.parse(shell.run(probe.script(()))), local_python())
+                target = Target.of(probe.parse(shell.run(probe.script())), local_python())
             image = sky.Image(pip=_requirements(arena.scale.packages))
             try:
                 lock = make_lock(image, target)

@@ -191,7 +191,7 @@ def _look_for_newer(image: Image, hosts: Sequence[Host], inventory: Inventory) -
 
     def target(host: Host) -> Target:
         with open_shell(host, transport_for(host, inventory)) as shell:
-            facts = probe.parse(shell.run(probe.script(())))
+            facts = probe.parse(shell.run(probe.script()))
         facts_cache.remember(host, facts)
         return Target.of(facts, local_python())
 

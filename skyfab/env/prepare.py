@@ -156,10 +156,10 @@ class _Steps:
             answer = enter(self.shell, digest)
         return answer
 
-    def _probe(self, indexes: Sequence[str] = ()) -> Facts:
+    def _probe(self) -> Facts:
         from skyfab.env import facts_cache, probe
 
-        facts = probe.parse(self.shell.run(probe.script(indexes)))
+        facts = probe.parse(self.shell.run(probe.script()))
         facts_cache.remember(self.host, facts)
         if facts.noexec:
             raise HostUnfit(
@@ -175,15 +175,18 @@ class _Steps:
         minor = tuple(self.plan.python.split("."))
         return next((p.path for p in facts.pythons if tuple(p.version.split(".")[:2]) == minor), None)
 
-    def _pushed(self, lock: Lock) -> tuple[list[Wheel], bool]:
+    def _pushed(self, facts: Facts, lock: Lock) -> tuple[list[Wheel], bool]:
         """The wheels that the host cannot download by itself, and whether it can download an interpreter."""
+        from skyfab.env import probe
         from skyfab.env.uv import is_public, origin
 
         install = self.plan.image.install
         if install == "push":
             return [*lock.wheels], False
         asked = {wheel: f"{origin(wheel.url)}/" for wheel in lock.wheels if is_public(wheel.url)}
-        reached = {*self._probe((*dict.fromkeys(asked.values()), _PYTHONS)).reachable}
+        python = facts.pythons[0].path if facts.pythons else ""
+        script = probe.script((*dict.fromkeys(asked.values()), _PYTHONS), python)
+        reached = {*probe.parse(self.shell.run(script)).reachable}
         if install == "fetch":
             reached.update(asked.values())
         return [wheel for wheel in lock.wheels if asked.get(wheel) not in reached], _PYTHONS in reached
@@ -192,7 +195,7 @@ class _Steps:
         from skyfab.env.install import Package, build, discard, install_apt, unpack_python
         from skyfab.env.tools import python_for
 
-        pushed, python_there = self._pushed(lock)
+        pushed, python_there = self._pushed(facts, lock)
         text = lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}" if wheel in pushed else None)
         listed = Package.of_text("pylock.toml", text)
         uv, tools = self._uv(facts, target)

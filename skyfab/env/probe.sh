@@ -1,17 +1,18 @@
 # shellcheck shell=dash
-# Finds out what a host is, and prints one fact in each line: a word and a value. env/probe.py sends it and reads that.
+# Finds out what a host is, or which indexes it reaches, and prints one fact in each line: a word and a value.
+# env/probe.py sends it and reads that.
 #
 # Given by env/probe.py:
 #   P      a Python program (probe_python.py): prints the version and the real path of the interpreter that runs it
 #   A      a Python program (probe_index.py): sends a request to an index
-#   $@     the indexes to send requests to
+#   w      the interpreter that sends requests where there is no curl; may be empty
+#   $@     the indexes to send requests to: then it finds out nothing else
 # Given by session/bootstrap.sh:
 #   c      full path of the cache folder
 #
-# Variables: R the result, T set if there is `timeout`, d a folder, w the program that queries the indexes. Jobs run in
-# parallel: they write whole short lines into one pipe; `end` ends the reading even if a killed wrapper's child still
-# holds the pipe open.
-: "${c?}${P?}${A?}"
+# Variables: T set if there is `timeout`, d a folder. Jobs run in parallel: they write whole short lines into one pipe;
+# `end` ends the reading even if a killed wrapper's child still holds the pipe open.
+: "${c?}${P?}${A?}${w?}"
 LC_ALL=C; export LC_ALL
 e='
 '
@@ -111,16 +112,14 @@ disk() {
   o mount "${y##*"$e"}"
 }
 {
-  boot=; nv=; T=; w=; J=; j=; g=
+  boot=; nv=; T=; J=; j=; g=
+  timeout 1 true && T=1
+  command -v curl >/dev/null && w=curl
+  if [ $# != 0 ]; then [ "$w" ] && { asks "$@"; settle; }; exit; fi
   [ -r /proc/sys/kernel/random/boot_id ] && read -r boot </proc/sys/kernel/random/boot_id
   [ "$boot" ] || { y=$(sysctl -n kern.boottime); y=${y#*sec = }; boot=${y%%,*}; }
   [ -r /proc/driver/nvidia/version ] && read -r nv </proc/driver/nvidia/version
-  timeout 1 true && T=1
-  command -v curl >/dev/null && { w=curl; asks "$@"; }
-  R=$(look | keep)
-  printf '%s\n' "$R"
-  case $w$e$R in "$e"*"${e}python "*) w=${R#*python }; w=/${w#*/}; w=${w%%"$e"*}; asks "$@"; esac
+  look | keep
   o cache "$c"; o boot "$boot"; o nvrm "$nv"
   disk
-  settle
 } </dev/null 2>/dev/null | tr -d '\000-\011\013-\037\177'

@@ -143,7 +143,7 @@ class _RemoteIterator(Iterator[Any]):
 
 def load(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Calls a function that returns a module or a state dict; returns the state dict. Raises UsageError."""
-    found = run(stream, composite_host.Loader(getattr(function, "fn", function)), args, kwargs)
+    found = run(stream, composite_host.state_dict, (getattr(function, "fn", function), args, kwargs), {})
     if not isinstance(found, dict):
         raise UsageError(f"load_on: the function returned {type(found).__name__}, not a module or a state dict")
     return found

@@ -7,7 +7,7 @@ graph of the forward. The client frees it like any other tensor, and with it the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -179,15 +179,10 @@ def itself(value: Any) -> Any:
     return value
 
 
-class Loader:
+def state_dict(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Calls a function that returns a module or a state dict; returns the state dict."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        found = self._function(*args, **kwargs)
-        return found.state_dict() if hasattr(found, "state_dict") else found
+    found = function(*args, **kwargs)
+    return found.state_dict() if hasattr(found, "state_dict") else found
 
 
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {

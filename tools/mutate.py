@@ -145,11 +145,11 @@ def mutants(source: str, count: int) -> Iterator[tuple[str, str]]:
 
 
 def tests_of(module: str) -> list[str]:
-    """The tests beside a module: of its own name, first those without hosts; else all that need no SSH."""
+    """The tests beside a module: of its own name, else all that need no SSH."""
     package, _, name = module.partition("/")
     folder = ROOT / "tests" / package
-    own = [str(path) for end in ("_alone", "") if (path := folder / f"test_{name}{end}.py").exists()]
-    return [*(own or [str(folder)]), "--fast"]
+    own = folder / f"test_{name}.py"
+    return [str(own if own.exists() else folder), "--fast"]
 
 
 def fails(options: list[str], seconds: float) -> bool:

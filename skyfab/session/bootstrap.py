@@ -141,9 +141,9 @@ def _setup_failed(detail: str, host: Host) -> HostUnfit:
     """The error for a setup line: its exit status, the line and its output, both in hexadecimal."""
     status, line, output = [*detail.split(" "), "", "", ""][:3]
     by = "" if host.transport == "local" else f"; by hand: {by_hand(host, 'bash -l')}"
-    told = [re.sub(r"[^\n -~\xa0-\uffff]", "", _unhex(text)).strip() for text in (line, output)]
+    command, printed = [re.sub(r"[^\n -~\xa0-\uffff]", "", _unhex(text)).strip() for text in (line, output)]
     return HostUnfit(
-        f"its setup failed: {told[0]!r} exited with {status[:3]}" + (f"\n{told[1]}" if told[1] else ""),
+        f"its setup failed: {command!r} exited with {status[:3]}" + (f"\n{printed}" if printed else ""),
         host=host.name,
         hint=f"setup = … in the inventory, or Image(setup=…){by}",
     )

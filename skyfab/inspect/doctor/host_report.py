@@ -13,6 +13,9 @@ from skyfab.inspect.survey import LIMITS, Survey
 from skyfab.inventory.host import Host
 from skyfab.session.ask import Question, Reply, only
 
+Findings = Iterator[Finding]
+"""What a check yields."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:

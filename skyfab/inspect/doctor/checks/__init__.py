@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Final
 
 from skyfab.inspect.doctor.checks import (
@@ -21,9 +21,9 @@ from skyfab.inspect.doctor.checks import (
     sshd,
 )
 from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import HostReport
+from skyfab.inspect.doctor.host_report import Findings, HostReport
 
-CHECKS: Final[tuple[Callable[[HostReport], Iterator[Finding]], ...]] = (
+CHECKS: Final[tuple[Callable[[HostReport], Findings], ...]] = (
     login.check,
     shell.check,
     sshd.check,

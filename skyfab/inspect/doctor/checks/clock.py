@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import HostReport
+from skyfab.inspect.doctor.host_report import Findings, HostReport
 
 _WRONG: Final = 1.0
 """Seconds that a clock may be wrong."""
 
 
-def check(report: HostReport) -> Iterator[Finding]:
+def check(report: HostReport) -> Findings:
     offset, unsure = report.offset
     if abs(offset) - unsure > _WRONG:
         way = "ahead of" if offset > 0 else "behind"

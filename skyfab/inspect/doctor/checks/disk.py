@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 from skyfab._util import toml
 from skyfab._util.sizes import readable
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import Facts, HostReport
+from skyfab.inspect.doctor.host_report import Facts, Findings, HostReport
 
 _LEAST: Final = 500_000_000
 _ADVICE: Final = 10_000_000_000
@@ -17,7 +15,7 @@ _INODES: Final = 20_000
 """Files of one environment with torch."""
 
 
-def check(report: HostReport) -> Iterator[Finding]:
+def check(report: HostReport) -> Findings:
     facts, free = report.facts, report.survey.disk_free or 0
     setting = _other_cache(facts, free)
     fix = f"cache = {setting[1]} in the inventory" if setting else "cache = … in the inventory names another folder"

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from skyfab.env.torch_variants import DRIVERS, cuda_for
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import HostReport
+from skyfab.inspect.doctor.host_report import Findings, HostReport
 
 
-def check(report: HostReport) -> Iterator[Finding]:
+def check(report: HostReport) -> Findings:
     driver = next((gpu.driver for gpu in report.survey.gpus if gpu.driver), None)
     if driver is None:
         return

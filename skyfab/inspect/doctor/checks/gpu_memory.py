@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import HostReport
+from skyfab.inspect.doctor.host_report import Findings, HostReport
 
 
-def check(report: HostReport) -> Iterator[Finding]:
+def check(report: HostReport) -> Findings:
     damaged = [gpu.index for gpu in report.survey.gpus if gpu.ecc_errors]
     whole = [gpu.index for gpu in report.survey.gpus if not gpu.ecc_errors]
     if damaged:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import HostReport
+from skyfab.inspect.doctor.host_report import Findings, HostReport
 from skyfab.inspect.survey import Gpu
 
 
-def check(report: HostReport) -> Iterator[Finding]:
+def check(report: HostReport) -> Findings:
     gpus = report.survey.gpus
     fix = "check fans, dust and the power limit: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER"
     for reasons, some in _alike(gpus, lambda gpu: ", ".join(gpu.throttled)):

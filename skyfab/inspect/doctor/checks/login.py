@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import HostReport
+from skyfab.inspect.doctor.host_report import Findings, HostReport
 
 
-def check(report: HostReport) -> Iterator[Finding]:
+def check(report: HostReport) -> Findings:
     yield report.finding("login", "login", "ok", f"logged in as {report.facts.user}")

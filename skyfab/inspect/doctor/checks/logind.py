@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import HostReport
+from skyfab.inspect.doctor.host_report import Findings, HostReport
 
 
-def check(report: HostReport) -> Iterator[Finding]:
+def check(report: HostReport) -> Findings:
     if report.facts.kills and not report.facts.lingers:
         what = "systemd ends all processes of a user who logs out (KillUserProcesses): detached runs, and reconnects"
         fix = f"on the host: sudo loginctl enable-linger {report.facts.user}"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import HostReport
+from skyfab.inspect.doctor.host_report import Findings, HostReport
 
 _SLOW: Final = 1.0
 
 
-def check(report: HostReport) -> Iterator[Finding]:
+def check(report: HostReport) -> Findings:
     facts = report.facts
     fix = "add its name and address to its /etc/hosts: 10.0.0.11 node1"
     if facts.name_seconds is None or facts.name_seconds > _SLOW:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
 
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import HostReport
+from skyfab.inspect.doctor.host_report import Findings, HostReport
 
 
-def check(report: HostReport) -> Iterator[Finding]:
+def check(report: HostReport) -> Findings:
     own, other = platform.python_version(), report.survey.python
     minor = ".".join(own.split(".")[:2])
     if minor == ".".join(other.split(".")[:2]):

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import HostReport
+from skyfab.inspect.doctor.host_report import Findings, HostReport
 
 _STARTUPS: Final = 10
 
 
-def check(report: HostReport) -> Iterator[Finding]:
+def check(report: HostReport) -> Findings:
     facts = report.facts
     if report.host.transport == "local":
         return

@@ -1,8 +1,8 @@
 """Plain data as JSON and raw buffers: how results of hosts that are not trusted are encoded. Nothing is unpickled.
 
-None, bool, int, float and str are what they are in JSON. Anything else is a list that begins with the name of its type.
-Bytes, arrays and tensors refer to a buffer by number, or have base64 in place of a small one. An object that is
-referred to twice is decoded as two objects.
+None, bool, int, float and str are what they are in JSON. Anything else is a list: the name of its type, and the values
+that it is made of, in the same form. The last value of bytes, arrays and tensors is the number of a buffer, or base64
+in place of a small one. An object that is referred to twice is decoded as two objects.
 """
 
 from __future__ import annotations
@@ -13,17 +13,20 @@ import collections
 import datetime
 import decimal
 import fractions
+import itertools
 import json
+import math
 import pathlib
 import re
 import sys
 import uuid
+from operator import attrgetter
 
 from skyfab.protocol import codec
 
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
     from typing import Any, Final, NoReturn
 
     from skyfab.protocol.frames import Buffer
@@ -32,9 +35,7 @@ _DEEPEST: Final = 200
 """How deep containers may be nested: so deep that no Python fails at encoding, decoding, printing or deleting them."""
 _BITS: Final = 65536
 """Maximum bits of a fraction's numerator and denominator: reducing it takes quadratic time."""
-_SIMPLE: Final = frozenset({type(None), bool, float, str})
-_NUMBERS: Final = frozenset({bool, int})
-_JSON: Final = _SIMPLE | {int}
+_JSON: Final = frozenset({type(None), bool, int, float, str})
 _ATTRIBUTES: Final = ("__notes__", "name", "path")
 """The attributes that an exception keeps in addition to its arguments."""
 
@@ -46,15 +47,14 @@ class NotPlain(Exception):
 def dumps(value: Any) -> codec.Payload:
     """Encodes plain data, numpy arrays and torch tensors. Raises NotPlain."""
     encoder = _Encoder()
-    document = encoder.encode(value, 0)
-    return codec.Payload(json.dumps(document, separators=(",", ":")).encode("ascii"), encoder.buffers)
+    document = json.dumps(encoder.encode(value, 0), separators=(",", ":"))
+    return codec.Payload(document.encode("ascii"), encoder.buffers)
 
 
 def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
     """Decodes what `dumps` has encoded. Arrays and tensors use the memory of the buffers. Raises NotPlain."""
     try:
-        document = json.loads(bytes(data).decode("ascii"))
-        return _Decoder(buffers).decode(document, 0)
+        return _Decoder(buffers).decode(json.loads(bytes(data).decode("ascii")), 0)
     except NotPlain:
         raise
     except Exception as error:  # constructors, numpy and torch refuse odd values in many ways
@@ -109,59 +109,7 @@ def _is(value: Any, kind: type) -> Any:
     return value if type(value) is kind else _refuse(f"a {type(value).__name__} in place of a {kind.__name__}")
 
 
-# ---- types that consist of a few values
-
-
-def _fraction(numerator: int, denominator: int) -> fractions.Fraction:
-    if max(numerator.bit_length(), denominator.bit_length()) > _BITS:
-        _refuse("a very large Fraction")
-    return fractions.Fraction(numerator, denominator)
-
-
-def _datetime(*parts: Any) -> datetime.datetime:
-    return datetime.datetime(*parts[:-1], fold=parts[-1])
-
-
-def _time(*parts: Any) -> datetime.time:
-    return datetime.time(*parts[:-1], fold=parts[-1])
-
-
-_DATE: Final = ("year", "month", "day")
-_TIME: Final = ("hour", "minute", "second", "microsecond", "tzinfo", "fold")
-
-
-def _fields(*names: str) -> Callable[[Any], tuple[Any, ...]]:
-    return lambda value: tuple(getattr(value, name) for name in names)
-
-
-_VALUES: Final[dict[type, tuple[str, Callable[[Any], Iterable[Any]], Callable[..., Any], tuple[type, ...]]]] = {
-    complex: ("complex", _fields("real", "imag"), complex, (float,)),
-    range: ("range", _fields("start", "stop", "step"), range, (int,)),
-    slice: ("slice", _fields("start", "stop", "step"), slice, (int, float, str, type(None))),
-    decimal.Decimal: ("Decimal", lambda value: (str(value),), decimal.Decimal, (str,)),
-    fractions.Fraction: ("Fraction", _fields("numerator", "denominator"), _fraction, (int,)),
-    uuid.UUID: ("UUID", _fields("hex"), uuid.UUID, (str,)),
-    datetime.date: ("date", _fields(*_DATE), datetime.date, (int,)),
-    datetime.time: ("time", _fields(*_TIME), _time, (int, datetime.timezone, type(None))),
-    datetime.datetime: ("datetime", _fields(*_DATE, *_TIME), _datetime, (int, datetime.timezone, type(None))),
-    datetime.timedelta: ("timedelta", _fields("days", "seconds", "microseconds"), datetime.timedelta, (int,)),
-    datetime.timezone: (
-        "timezone",
-        lambda value: value.__getinitargs__(),
-        datetime.timezone,
-        (datetime.timedelta, str),
-    ),
-    pathlib.PurePosixPath: ("PurePosixPath", lambda value: (str(value),), pathlib.PurePosixPath, (str,)),
-    pathlib.PureWindowsPath: ("PureWindowsPath", lambda value: (str(value),), pathlib.PureWindowsPath, (str,)),
-    type(pathlib.Path()): ("Path", lambda value: (str(value),), pathlib.Path, (str,)),
-}
-"""Types: name, the values that an object consists of, what makes it of them, and the types that they may have."""
-_MAKERS: Final = {name: (make, kinds) for name, _, make, kinds in _VALUES.values()}
-_ROWS: Final[dict[type, str]] = {list: "list", tuple: "tuple", set: "set", frozenset: "frozenset"}
-_ROW_MAKERS: Final = {name: kind for kind, name in _ROWS.items()}
-
-
-# ---- encoding
+# ---- encoding and decoding
 
 
 class _Encoder:
@@ -169,103 +117,24 @@ class _Encoder:
         self.buffers: list[memoryview] = []
 
     def encode(self, value: Any, depth: int) -> Any:
-        kind = type(value)
-        if kind in _SIMPLE:
+        if _are_json((value,)):
             return value
-        if kind is int:
-            return value if value.bit_length() < 64 else ["int", hex(value)]
         if depth > _DEEPEST:
             _refuse("data that is nested too deep, or contains itself")
-        if kind in _ROWS:
-            return [_ROWS[kind], *self._row(value, depth)]
-        if kind in _VALUES:
-            name, parts_of, *_ = _VALUES[kind]
-            return [name, *self._row(parts_of(value), depth)]
-        if kind is bytes or kind is bytearray:
-            return [kind.__name__, self._memory(memoryview(value))]
-        return self._table(kind, value, depth) or self._array(kind, value) or self._tensor(kind, value) or _refuse(kind)
-
-    def _row(self, values: Iterable[Any], depth: int) -> Iterable[Any]:
-        values = values if isinstance(values, (list, tuple)) else [*values]
-        kinds = {*map(type, values)}
-        if kinds <= _SIMPLE or (kinds <= _NUMBERS and all(value.bit_length() < 64 for value in values)):
-            return values
-        return [self.encode(value, depth + 1) for value in values]
-
-    def _table(self, kind: type, value: Any, depth: int) -> Any:
-        if kind is collections.deque:
-            return ["deque", value.maxlen, *self._row(value, depth)]
-        if kind not in (dict, collections.OrderedDict, collections.defaultdict):
-            return None
-        if getattr(value, "default_factory", None) is not None:
-            _refuse("a defaultdict with a factory")
-        metadata = self.encode(getattr(value, "_metadata", None), depth + 1)  # of a torch state_dict
-        return [kind.__name__, metadata, self._items(value.keys(), depth), self._items(value.values(), depth)]
-
-    def _items(self, values: Iterable[Any], depth: int) -> list[Any]:
-        return ["list", *self._row(values, depth)]
+        kind = type(value)
+        name = kind.__name__ if kind in _PYTHON else _library_name(value) or _refuse(kind)
+        found = _TYPES[name]
+        parts = [*found.parts(value)]
+        memory = [self._memory(parts.pop())] if found.has_memory else []
+        if not _are_json(parts):
+            parts = [self.encode(part, depth + 1) for part in parts]
+        return [name, *parts, *memory]
 
     def _memory(self, view: memoryview) -> int | str:
         if view.nbytes < codec.IN_BAND or len(self.buffers) >= codec.BESIDE:
             return base64.b64encode(view).decode("ascii")
         self.buffers.append(view)
         return len(self.buffers) - 1
-
-    def _array(self, kind: type, value: Any) -> Any:
-        np = sys.modules.get("numpy")
-        if np is None:
-            return None
-        if isinstance(value, np.dtype):
-            return ["numpy.dtype", _description(value)]
-        if issubclass(kind, np.generic):
-            return ["numpy.scalar", _description(value.dtype), self._memory(memoryview(value.tobytes()))]
-        if kind is not np.ndarray:
-            return None
-        description = _description(value.dtype)
-        order = "F" if value.flags.f_contiguous and not value.flags.c_contiguous else "C"
-        flat = value if value.flags.forc else value.copy(order="C")
-        memory = memoryview(flat.reshape(-1, order=order).view(np.uint8))
-        return ["numpy.ndarray", description, list(value.shape), order, self._memory(memory)]
-
-    def _tensor(self, kind: type, value: Any) -> Any:
-        torch = sys.modules.get("torch")
-        if torch is None:
-            return None
-        if kind is torch.Size:
-            return ["torch.Size", *value]
-        if kind is torch.dtype:
-            return ["torch.dtype", str(value)]
-        if kind not in (torch.Tensor, torch.nn.Parameter):
-            return None
-        if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
-            _refuse(f"a tensor of layout {value.layout}, dtype {value.dtype} and device {value.device}")
-        flat, strides = _dense(value.detach().resolve_conj().resolve_neg().cpu())
-        about = [str(value.dtype), list(value.shape), strides, str(value.device), value.requires_grad]
-        return ["torch.Tensor", kind is not torch.Tensor, *about, self._memory(codec.tensor_memory(flat))]
-
-
-def _dense(tensor: Any) -> tuple[Any, list[int]]:
-    """A contiguous tensor with the same elements, and the strides with which it is the given one."""
-    order = sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
-    turned = tensor.permute(order)
-    if turned.is_contiguous():  # as it is in memory, which may be in another order than its dimensions
-        return turned, list(tensor.stride())
-    flat = tensor.contiguous()
-    return flat, list(flat.stride())
-
-
-def _description(dtype: Any) -> Any:
-    """A dtype as numpy's own file format describes it."""
-    import numpy as np
-
-    if not dtype.hasobject and dtype.itemsize:
-        description = np.lib.format.dtype_to_descr(dtype)
-        if np.lib.format.descr_to_dtype(description) == dtype:
-            return description
-    return _refuse(f"numpy.dtype {dtype!s:.50}")
-
-
-# ---- decoding
 
 
 class _Decoder:
@@ -277,50 +146,15 @@ class _Decoder:
             return _refuse("a JSON object") if type(node) is dict else node
         if depth > _DEEPEST:
             _refuse("data that is nested too deep")
-        name, *parts = node
-        if name in _ROW_MAKERS:
-            row = self._row(parts, depth)
-            return row if name == "list" else _ROW_MAKERS[name](row)
-        if name in _MAKERS:
-            make, kinds = _MAKERS[name]
-            values = self._row(parts, depth)
-            return make(*values) if all(type(value) in kinds for value in values) else _refuse(f"an odd {name}")
-        if name in _READERS:
-            return _READERS[name](self, depth, *parts)
-        return _refuse(f"{name!r:.100}")
-
-    def _row(self, parts: list[Any], depth: int) -> list[Any]:
-        if _JSON.issuperset(map(type, parts)):
-            return parts
-        return [self.decode(part, depth + 1) for part in parts]
-
-    def read_int(self, depth: int, text: Any) -> int:
-        return int(_is(text, str), 16)
-
-    def read_bytes(self, depth: int, memory: Any) -> bytes:
-        return bytes(self._memory(memory))
-
-    def read_bytearray(self, depth: int, memory: Any) -> bytearray:
-        return bytearray(self._memory(memory))
-
-    def read_deque(self, depth: int, most: Any, *parts: Any) -> Any:
-        return collections.deque(self._row([*parts], depth), None if most is None else _is(most, int))
-
-    def read_dict(self, depth: int, *parts: Any) -> Any:
-        return self._table(dict, depth, *parts)
-
-    def read_defaultdict(self, depth: int, *parts: Any) -> Any:
-        return self._table(collections.defaultdict, depth, *parts)
-
-    def read_ordered(self, depth: int, metadata: Any, *parts: Any) -> Any:
-        found = self._table(collections.OrderedDict, depth, None, *parts)
-        if metadata is not None:
-            vars(found)["_metadata"] = self.decode(metadata, depth + 1)
-        return found
-
-    def _table(self, kind: Any, depth: int, metadata: Any, keys: Any, values: Any) -> Any:
-        pairs = zip(_is(self.decode(keys, depth), list), _is(self.decode(values, depth), list), strict=True)
-        return dict(pairs) if kind is dict else kind(None, pairs) if kind is collections.defaultdict else kind(pairs)
+        name, *values = node
+        found = _TYPES.get(name) or _refuse(f"{name!r:.100}")
+        if not _JSON.issuperset(map(type, values)):
+            values = [self.decode(value, depth + 1) for value in values]
+        if found.kinds and not found.kinds.issuperset(map(type, values)):
+            _refuse(f"an odd {name}")
+        if found.has_memory:
+            values.append(self._memory(values.pop()))
+        return found.make(*values)
 
     def _memory(self, given: Any) -> bytearray | memoryview:
         """A buffer, which only one object may use, or what base64 stands for."""
@@ -328,90 +162,207 @@ class _Decoder:
             return self._buffers.pop(given)
         return bytearray(base64.b64decode(_is(given, str), validate=True))
 
-    def read_dtype(self, depth: int, description: Any) -> Any:
-        return _dtype(description)
 
-    def read_scalar(self, depth: int, description: Any, memory: Any) -> Any:
-        return self.read_array(depth, description, [], "C", memory)[()]
-
-    def read_array(self, depth: int, description: Any, shape: Any, order: Any, memory: Any) -> Any:
-        import numpy as np
-
-        dtype, ours, count = _dtype(description), self._memory(memory), 1
-        for extent in _extents(shape):
-            count *= extent
-        if len(ours) != count * dtype.itemsize:
-            _refuse("an array of another size than its memory")
-        return np.ndarray(tuple(shape), dtype, ours, order="F" if order == "F" else "C")
-
-    def read_size(self, depth: int, *shape: Any) -> Any:
-        import torch
-
-        return torch.Size(_extents([*shape]))
-
-    def read_torch_dtype(self, depth: int, name: Any) -> Any:
-        import torch
-
-        if not re.fullmatch(r"torch\.(bool|bfloat16|(complex|float|u?int)\d\w{0,16})", _is(name, str)):
-            _refuse(f"a dtype {name!r:.50}")
-        return _is(getattr(torch, name[6:], None), torch.dtype)
-
-    def read_tensor(
-        self, depth: int, owned: Any, name: Any, shape: Any, strides: Any, device: Any, grad: Any, memory: Any
-    ) -> Any:
-        import torch
-
-        dtype, ours, last, count = self.read_torch_dtype(depth, name), self._memory(memory), 0, 1
-        for extent, step in zip(_extents(shape), _extents(strides), strict=True):
-            last += (extent - 1) * step
-            count *= extent
-        if len(ours) != count * dtype.itemsize or (count and last >= count):
-            _refuse("a tensor of another size than its memory")
-        flat = torch.frombuffer(ours, dtype=torch.uint8).view(dtype) if count else torch.empty(0, dtype=dtype)
-        tensor = flat.as_strided(shape, strides).to(codec.torch_device(_is(device, str)))
-        return torch.nn.Parameter(tensor, grad is True) if owned is True else tensor.requires_grad_(grad is True)
+def _are_json(values: Sequence[Any]) -> bool:
+    """Whether JSON has all these values. Large integers become hexadecimal, which takes linear time."""
+    kinds = {*map(type, values)}
+    return kinds <= _JSON and (int not in kinds or all(v.bit_length() < 64 for v in values if type(v) is int))
 
 
-def _extents(given: Any) -> list[int]:
-    """A shape or strides."""
-    if type(given) is not list or len(given) > 64 or any(type(one) is not int or one < 0 for one in given):
-        _refuse("an odd shape")
-    found: list[int] = given
+# ---- what types are made of
+
+
+def _fraction(numerator: int, denominator: int) -> fractions.Fraction:
+    if max(numerator.bit_length(), denominator.bit_length()) > _BITS:
+        _refuse("a very large Fraction")
+    return fractions.Fraction(numerator, denominator)
+
+
+def _items(table: Any) -> Iterable[Any]:
+    """Keys and values in turn."""
+    if getattr(table, "default_factory", None) is not None:
+        _refuse("a defaultdict with a factory")
+    return itertools.chain.from_iterable(table.items())
+
+
+def _dict(*items: Any) -> dict[Any, Any]:
+    return dict(zip(items[::2], items[1::2], strict=True))
+
+
+def _ordered(metadata: Any, *items: Any) -> Any:
+    found = collections.OrderedDict(_dict(*items))
+    if metadata is not None:  # of a torch state_dict
+        vars(found)["_metadata"] = metadata
     return found
+
+
+def _description(dtype: Any) -> Any:
+    """A dtype as numpy's own file format describes it: text, or lists and tuples of it."""
+    import numpy as np
+
+    if not dtype.hasobject and dtype.itemsize:
+        description = np.lib.format.dtype_to_descr(dtype)
+        if np.lib.format.descr_to_dtype(description) == dtype:
+            return description
+    return _refuse(f"numpy.dtype {dtype!s:.50}")
 
 
 def _dtype(description: Any) -> Any:
     import numpy as np
 
-    dtype = np.lib.format.descr_to_dtype(_checked(description))
+    dtype = np.lib.format.descr_to_dtype(description)
     return _refuse(f"numpy.dtype {dtype!s:.50}") if dtype.hasobject or not dtype.itemsize else dtype
 
 
-def _checked(description: Any) -> Any:
-    """The description of a dtype with tuples where JSON has lists. Refuses what numpy would have to interpret."""
-    if type(description) is str:
-        is_known = re.fullmatch(r"[<>|=]?([biufcSUV]\d{1,9}|[mM]8(\[\d{0,9}[a-zA-Z]{1,2}\])?)", description)
-        return description if is_known else _refuse(f"numpy.dtype {description!r:.50}")
-    fields = []
-    for name, inner, *shape in _is(description, list):
-        title = tuple(_is(part, str) for part in name) if type(name) is list else _is(name, str)
-        fields.append((title, _checked(inner), *(tuple(_extents(one)) for one in shape)))
-    return fields
+def _extents(given: Sequence[Any]) -> Sequence[int]:
+    """A shape or strides."""
+    if len(given) > 64 or any(type(one) is not int or one < 0 for one in given):
+        _refuse("an odd shape")
+    return given
 
 
-_READERS: Final[dict[str, Callable[..., Any]]] = {
-    "int": _Decoder.read_int,
-    "bytes": _Decoder.read_bytes,
-    "bytearray": _Decoder.read_bytearray,
-    "deque": _Decoder.read_deque,
-    "dict": _Decoder.read_dict,
-    "OrderedDict": _Decoder.read_ordered,
-    "defaultdict": _Decoder.read_defaultdict,
-    "numpy.dtype": _Decoder.read_dtype,
-    "numpy.scalar": _Decoder.read_scalar,
-    "numpy.ndarray": _Decoder.read_array,
-    "torch.Size": _Decoder.read_size,
-    "torch.dtype": _Decoder.read_torch_dtype,
-    "torch.Tensor": _Decoder.read_tensor,
+def _array_parts(array: Any) -> Iterable[Any]:
+    order = "F" if array.flags.f_contiguous and not array.flags.c_contiguous else "C"
+    flat = array if array.flags.forc else array.copy(order="C")
+    return _description(array.dtype), array.shape, order, memoryview(flat.reshape(-1, order=order).view("u1"))
+
+
+def _array(description: Any, shape: tuple[int, ...], order: str, memory: Any) -> Any:
+    import numpy as np
+
+    dtype = _dtype(description)
+    if len(memory) != math.prod(_extents(shape)) * dtype.itemsize:
+        _refuse("an array of another size than its memory")
+    return np.ndarray(shape, dtype, memory, order="F" if order == "F" else "C")
+
+
+def _scalar_parts(scalar: Any) -> Iterable[Any]:
+    return _description(scalar.dtype), memoryview(scalar.tobytes())
+
+
+def _scalar(description: Any, memory: Any) -> Any:
+    return _array(description, (), "C", memory)[()]
+
+
+def _tensor_parts(tensor: Any) -> Iterable[Any]:
+    import torch
+
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        _refuse(f"a tensor of layout {tensor.layout}, dtype {tensor.dtype} and device {tensor.device}")
+    flat, strides = _dense(tensor.detach().resolve_conj().resolve_neg().cpu())
+    about = (str(tensor.dtype), tuple(tensor.shape), strides, str(tensor.device), tensor.requires_grad)
+    return *about, codec.tensor_memory(flat)
+
+
+def _dense(tensor: Any) -> tuple[Any, tuple[int, ...]]:
+    """A contiguous tensor with the same elements, and the strides with which it is the given one."""
+    order = sorted(range(tensor.dim()), key=lambda dimension: -tensor.stride(dimension))
+    turned = tensor.permute(order)
+    if turned.is_contiguous():  # as it is in memory, which may be in another order than its dimensions
+        return turned, tensor.stride()
+    flat = tensor.contiguous()
+    return flat, flat.stride()
+
+
+def _tensor(name: str, shape: Sequence[int], strides: Sequence[int], device: str, grad: bool, memory: Any) -> Any:
+    import torch
+
+    dtype, count = _torch_dtype(name), math.prod(_extents(shape))
+    last = sum((extent - 1) * step for extent, step in zip(shape, _extents(strides), strict=True))
+    if len(memory) != count * dtype.itemsize or (count and last >= count):
+        _refuse("a tensor of another size than its memory")
+    flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype) if count else torch.empty(0, dtype=dtype)
+    return flat.as_strided(shape, strides).to(codec.torch_device(device)).requires_grad_(grad)
+
+
+def _parameter(*parts: Any) -> Any:
+    import torch
+
+    tensor = _tensor(*parts)
+    return torch.nn.Parameter(tensor.detach(), tensor.requires_grad)
+
+
+def _torch_size(*shape: Any) -> Any:
+    import torch
+
+    return torch.Size(_extents(shape))
+
+
+def _torch_dtype(name: str) -> Any:
+    import torch
+
+    if not re.fullmatch(r"torch\.(bool|bfloat16|(complex|float|u?int)\d\w{0,16})", name):
+        _refuse(f"a dtype {name!r:.50}")
+    return _is(getattr(torch, name[6:], None), torch.dtype)
+
+
+def _library_name(value: Any) -> str | None:
+    """The name of a type of numpy or torch, if they are loaded."""
+    kind = type(value)
+    if (np := sys.modules.get("numpy")) is not None:
+        if kind is np.ndarray:
+            return "numpy.ndarray"
+        for base in (np.generic, np.dtype):
+            if isinstance(value, base):
+                return f"numpy.{base.__name__}"
+    torch = sys.modules.get("torch")
+    if torch is not None and kind in (torch.Tensor, torch.nn.Parameter, torch.Size, torch.dtype):
+        return f"torch.{kind.__name__}"
+    return None
+
+
+_Type = collections.namedtuple("_Type", "parts make kinds has_memory", defaults=((), False))
+"""How a type is taken apart and made again; the types that its parts may have, any if empty; is the last one memory."""
+
+
+def _text(value: Any) -> tuple[str]:
+    return (str(value),)
+
+
+def _row(kind: type) -> _Type:
+    return _Type(iter, lambda *values: kind(values))
+
+
+_DATE: Final = ("year", "month", "day")
+_TIME: Final = ("hour", "minute", "second", "microsecond", "tzinfo", "fold")
+_RANGE: Final = attrgetter("start", "stop", "step")
+_ZONE: Final = {int, datetime.timezone, type(None)}
+_PYTHON: Final = {
+    list: _row(list),
+    tuple: _row(tuple),
+    set: _row(set),
+    frozenset: _row(frozenset),
+    int: _Type(lambda value: (hex(value),), lambda text: int(text, 16), {str}),
+    bytes: _Type(lambda value: (memoryview(value),), bytes, {int, str}, True),
+    bytearray: _Type(lambda value: (memoryview(value),), bytearray, {int, str}, True),
+    dict: _Type(_items, _dict),
+    collections.OrderedDict: _Type(lambda table: (getattr(table, "_metadata", None), *_items(table)), _ordered),
+    collections.defaultdict: _Type(_items, lambda *items: collections.defaultdict(None, _dict(*items))),
+    collections.deque: _Type(lambda row: (row.maxlen, *row), lambda most, *row: collections.deque(row, most)),
+    complex: _Type(attrgetter("real", "imag"), complex, {float}),
+    range: _Type(_RANGE, range, {int}),
+    slice: _Type(_RANGE, slice, {int, float, str, type(None)}),
+    decimal.Decimal: _Type(_text, decimal.Decimal, {str}),
+    fractions.Fraction: _Type(attrgetter("numerator", "denominator"), _fraction, {int}),
+    uuid.UUID: _Type(_text, uuid.UUID, {str}),
+    datetime.date: _Type(attrgetter(*_DATE), datetime.date, {int}),
+    datetime.time: _Type(attrgetter(*_TIME), lambda *parts: datetime.time(*parts[:-1], fold=parts[-1]), _ZONE),
+    datetime.datetime: _Type(
+        attrgetter(*_DATE, *_TIME), lambda *parts: datetime.datetime(*parts[:-1], fold=parts[-1]), _ZONE
+    ),
+    datetime.timedelta: _Type(attrgetter("days", "seconds", "microseconds"), datetime.timedelta, {int}),
+    datetime.timezone: _Type(lambda zone: zone.__getinitargs__(), datetime.timezone, {datetime.timedelta, str}),
+    pathlib.PurePosixPath: _Type(_text, pathlib.PurePosixPath, {str}),
+    pathlib.PureWindowsPath: _Type(_text, pathlib.PureWindowsPath, {str}),
+    type(pathlib.Path()): _Type(_text, pathlib.Path, {str}),
 }
-"""Each is called with the decoder, the depth, and the items that follow the name."""
+_TYPES: Final = {
+    **{kind.__name__: found for kind, found in _PYTHON.items()},
+    "numpy.ndarray": _Type(_array_parts, _array, {str, list, tuple, int}, True),
+    "numpy.generic": _Type(_scalar_parts, _scalar, {str, list, tuple, int}, True),
+    "numpy.dtype": _Type(lambda dtype: (_description(dtype),), _dtype, {str, list, tuple}),
+    "torch.Tensor": _Type(_tensor_parts, _tensor, {str, tuple, bool, int}, True),
+    "torch.Parameter": _Type(_tensor_parts, _parameter, {str, tuple, bool, int}, True),
+    "torch.Size": _Type(iter, _torch_size, {int}),
+    "torch.dtype": _Type(_text, _torch_dtype, {str}),
+}

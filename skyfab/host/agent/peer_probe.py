@@ -1,6 +1,6 @@
 """Peer probe: checks which other hosts this host can connect to, at which addresses, and that the right host replies.
 
-This takes seconds if a packet is lost or a machine is busy, so it runs on a thread and does not block the agent's loop.
+This takes seconds if a packet is lost or a machine is busy, so it runs on threads and does not block the agent's loop.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ import os
 import select
 import socket
 import time
-from collections import deque
+from errno import EINPROGRESS
 
-from skyfab.host.agent.poller import READ
+from skyfab.host.agent.poller import READ, WRITE
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
@@ -27,11 +27,10 @@ _PAUSE = 0.25
 """Seconds between tries."""
 _MORE = 1.0
 """Seconds to wait for the other addresses of a host, once one of them has replied."""
-_LONGEST = 60.0
 
 
 class PeerProbe:
-    """Tries to connect to peers (address, port, word) on a thread.
+    """Tries to connect to peers (address, port, word).
 
     `done` is called in the agent's loop, with a pair for each peer: the error or an empty string; and this host's own
     address on the route to it.
@@ -42,8 +41,11 @@ class PeerProbe:
     ) -> None:
         from threading import Thread  # imported late: few agents need it
 
-        self._peers = [_Peer(*peer) for peer in peers]
-        self._timeout = timeout
+        self._peers = peers
+        self._found = [["no answer", ""] for _ in peers]
+        self._deadline = time.monotonic() + timeout
+        self._reached: dict[str, float] = {}
+        """By word, when to stop trying the other addresses of a host that has been reached."""
         self._poller = watch
         self._done = done
         self._over, self._running = os.pipe()
@@ -51,125 +53,71 @@ class PeerProbe:
         Thread(target=self._run, daemon=True).start()
 
     def _run(self) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
         try:
-            _try_all(self._peers, min(self._timeout, _LONGEST))
+            with ThreadPoolExecutor(_ABREAST) as threads:
+                self._found = list(threads.map(lambda peer: self._probe(*peer), self._peers))
         finally:
             os.close(self._running)
 
     def _finish(self) -> None:
         self._poller.drop(self._over)
         os.close(self._over)
-        self._done([[peer.reason, peer.own] for peer in self._peers])
+        self._done(self._found)
 
+    def _probe(self, address: str, port: str, word: str) -> list[str]:
+        found = ["no answer", ""]
+        for attempt in range(_TRIES):
+            if attempt:
+                time.sleep(_PAUSE)
+            if self._is_over(word):
+                break
+            try:
+                with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as peer:
+                    peer.setblocking(False)
+                    _check(peer.connect_ex((address, int(port))))
+                    if not self._is_ready(peer, WRITE, word):
+                        return ["no answer", ""]
+                    _check(peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                    own = str(peer.getsockname()[0])
+                    heard = self._hear(peer, word)
+            except (OSError, OverflowError) as error:
+                found = [(getattr(error, "strerror", None) or str(error)).lower(), ""]
+                continue
+            if heard is None:
+                return ["it accepts connections and does not answer", own]
+            if heard == word.encode():
+                self._reached.setdefault(word, time.monotonic() + _MORE)
+                return ["", own]
+            found = ["another machine answers", ""]
+        return found
 
-class _Peer:
-    """One address, and the state of the attempt to connect to it."""
+    def _hear(self, peer: socket.socket, word: str) -> bytes | None:
+        """What the peer sends, as much as the word has; None if it is silent."""
+        heard = b""
+        while len(heard) < len(word):
+            if not self._is_ready(peer, READ, word):
+                return None
+            said = peer.recv(256)
+            if not said:
+                break
+            heard += said
+        return heard
 
-    def __init__(self, address: str, port: str, word: str) -> None:
-        self.word = word
-        self.own = ""
-        self.reason = "no answer"
-        self.over = False
-        self.socket: socket.socket | None = None
-        self.due = 0.0
-        """When the next attempt may start."""
-        self._where = (address, int(port))
-        self._heard = b""
-        self._tries = 0
-
-    def begin(self) -> bool:
-        """Starts to connect. Returns False if that failed at once."""
-        self._heard = b""
-        try:
-            self.socket = socket.socket(socket.AF_INET6 if ":" in self._where[0] else socket.AF_INET)
-            self.socket.setblocking(False)
-            self.socket.connect(self._where)
-        except BlockingIOError:
-            pass
-        except (OSError, OverflowError) as error:
-            self._fail(_words(error))
-        return self.socket is not None
-
-    def go_on(self) -> bool:
-        """Handles the socket's next event. Returns False if the attempt is over: `reason` is empty on success."""
-        assert self.socket is not None
-        try:
-            if not self.own:
-                error = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-                if error:
-                    raise OSError(error, os.strerror(error))
-                self.own = str(self.socket.getsockname()[0])
-                self.reason = "it accepts connections and does not answer"
+    def _is_ready(self, peer: socket.socket, event: int, word: str) -> bool:
+        """Waits for the socket. False: the time is over."""
+        poll = select.poll()
+        poll.register(peer, event)
+        while not self._is_over(word):
+            if poll.poll(50):
                 return True
-            said = self.socket.recv(256)
-        except BlockingIOError:
-            return True
-        except OSError as error:
-            self._fail(_words(error))
-            return False
-        self._heard += said
-        if said and len(self._heard) < len(self.word):
-            return True
-        if self._heard == self.word.encode():
-            self.reason, self.over = "", True
-            self.leave()
-        else:
-            self._fail("another machine answers there")
         return False
 
-    def _fail(self, reason: str) -> None:
-        self.leave()
-        self.reason, self.own = reason, ""
-        self._tries += 1
-        self.over = self._tries >= _TRIES
-        self.due = time.monotonic() + _PAUSE
-
-    def leave(self) -> None:
-        if self.socket is not None:
-            self.socket.close()
-            self.socket = None
+    def _is_over(self, word: str) -> bool:
+        return time.monotonic() >= self._reached.get(word, self._deadline)
 
 
-def _words(error: Exception) -> str:
-    return (getattr(error, "strerror", None) or str(error)).lower()
-
-
-def _try_all(peers: list[_Peer], timeout: float) -> None:
-    poll = select.poll()
-    waiting = deque(peers)
-    open_: dict[int, _Peer] = {}
-    deadline = time.monotonic() + timeout
-    reached: dict[str, float] = {}
-    """By word, when to stop trying the other addresses of a host that has been reached."""
-    try:
-        while (waiting or open_) and (now := time.monotonic()) < deadline:
-            for _ in range(len(waiting)):
-                peer = waiting.popleft()
-                if now >= reached.get(peer.word, deadline):
-                    continue
-                if peer.due > now or len(open_) >= _ABREAST or not peer.begin():
-                    if not peer.over:
-                        waiting.append(peer)
-                    continue
-                assert peer.socket is not None
-                open_[peer.socket.fileno()] = peer
-                poll.register(peer.socket, select.POLLOUT)
-            for fd, _ in poll.poll(50):
-                peer = open_[fd]
-                poll.unregister(fd)
-                if peer.go_on():
-                    poll.register(fd, select.POLLIN)
-                    continue
-                del open_[fd]
-                if not peer.reason:
-                    reached.setdefault(peer.word, time.monotonic() + _MORE)
-                elif not peer.over:
-                    waiting.append(peer)
-            for fd, peer in list(open_.items()):
-                if now >= reached.get(peer.word, deadline):
-                    poll.unregister(fd)
-                    del open_[fd]
-                    peer.leave()
-    finally:
-        for peer in peers:
-            peer.leave()
+def _check(error: int) -> None:
+    if error not in (0, EINPROGRESS):
+        raise OSError(error, os.strerror(error))

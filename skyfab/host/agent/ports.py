@@ -5,6 +5,7 @@ A rendezvous port is bound before its number is sent, so that no other process c
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 
@@ -13,6 +14,8 @@ from skyfab.host.agent.poller import READ
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from skyfab.host.agent.poller import Poller
+
+_BACKLOG = 2048
 
 
 class Ports:
@@ -28,7 +31,6 @@ class Ports:
         With a `word`, listens on all addresses of the host and sends the word to each peer that connects.
         """
         listener = _everywhere() if word else _at(address)
-        listener.listen(2048)
         port = int(listener.getsockname()[1])
         self._sockets[port] = listener
         if word:
@@ -55,26 +57,19 @@ class Ports:
 
 
 def _at(address: str) -> socket.socket:
-    listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
     try:
-        listener.bind((address, 0))
+        return socket.create_server((address, 0), family=family, backlog=_BACKLOG)
     except OSError:
-        listener.bind(("", 0))
-    return listener
+        return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
 
 
 def _everywhere() -> socket.socket:
     """A socket for all IPv4 and IPv6 addresses; IPv4 only if the system has no IPv6."""
-    listener = None
     try:
-        listener = socket.socket(socket.AF_INET6)
-        listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-        listener.bind(("::", 0))
-    except OSError:
-        if listener is not None:
-            listener.close()
+        return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)
+    except (OSError, ValueError):
         return _at("")
-    return listener
 
 
 def _tell(listener: socket.socket, word: str) -> None:
@@ -82,9 +77,6 @@ def _tell(listener: socket.socket, word: str) -> None:
         connection, _ = listener.accept()
     except OSError:  # the peer has already disconnected
         return
-    with connection:
+    with connection, contextlib.suppress(OSError):
         connection.setblocking(False)
-        try:
-            connection.send(word.encode())
-        except OSError:
-            pass
+        connection.send(word.encode())

@@ -25,10 +25,6 @@ def test_a_name_is_the_sha256_of_all_pieces_together() -> None:
     assert name_of() == hashlib.sha256().hexdigest()
 
 
-def test_a_name_is_returned_as_it_is() -> None:
-    assert check_name(NAME) == NAME
-
-
 @pytest.mark.parametrize(
     "name",
     [

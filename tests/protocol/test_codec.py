@@ -6,10 +6,8 @@ import array
 import pickle
 import subprocess
 import sys
-import threading
 import tracemalloc
 from collections import OrderedDict, namedtuple
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -105,29 +103,6 @@ def test_one_object_stays_one_object() -> None:
     loop["self"] = loop
     again = there(loop)
     assert again["self"] is again
-
-
-def test_lambdas_and_local_classes_travel() -> None:
-    class Local:
-        def __init__(self, x: int) -> None:
-            self.x = x
-
-        def double(self) -> int:
-            return 2 * self.x
-
-    assert there(lambda x: x + 1)(2) == 3
-    assert there(Local(21)).double() == 42
-
-
-def test_what_cannot_be_pickled_raises_what_pickle_raises() -> None:
-    with pytest.raises(TypeError):
-        dumps(threading.Lock())
-    with Path(__file__).open("rb") as file, pytest.raises(TypeError):
-        dumps([file])
-
-
-def test_a_memoryview_comes_back_as_its_bytes() -> None:
-    assert bytes(there(memoryview(b"abc"))) == b"abc"
 
 
 # ---- numpy
@@ -229,13 +204,8 @@ def test_small_buffers_stay_in_the_pickle() -> None:
     assert len(dumps(np.zeros(IN_BAND // 8)).buffers) == 1
 
 
-def test_buffers_come_in_the_order_of_the_pickle() -> None:
-    values = [np.full(1000, n) for n in range(20)]
-    assert [int(a[0]) for a in there(values)] == list(range(20))
-
-
 def test_very_many_arrays_travel() -> None:
-    """Ten thousand arrays are a few thousand buffers and a longer pickle: a message has only so many parts."""
+    """Ten thousand arrays are a few thousand buffers and a longer pickle: the parts of a message are limited."""
     values = [np.full(512, n) for n in range(10_000)]
     payload = dumps(values)
     inline_size([len(payload.data), *map(len, payload.buffers)])
@@ -252,12 +222,6 @@ def test_one_array_twice_travels_once() -> None:
     assert first is second
 
 
-def test_buffers_outlive_the_object_they_were_taken_from() -> None:
-    """The caller may forget its array while the bytes are still on their way."""
-    payload = dumps(np.full(100_000, 7))
-    assert loads(payload.data, land(payload))[99_999] == 7
-
-
 def test_other_objects_may_hand_out_buffers_too() -> None:
     """Anything that reduces to a PickleBuffer: pandas and arrow do."""
     again = there(Blob(b"x" * 100_000))
@@ -271,18 +235,6 @@ class Blob:
 
     def __reduce_ex__(self, protocol: int) -> Any:
         return Blob, (pickle.PickleBuffer(self.content),)
-
-
-def test_a_missing_buffer_is_an_error_and_no_crash() -> None:
-    payload = dumps(np.zeros(10_000))
-    with pytest.raises(pickle.UnpicklingError):
-        loads(payload.data, [])
-
-
-def test_the_pickle_may_lie_in_any_memory() -> None:
-    payload = dumps([1, "two"])
-    for data in (payload.data, bytearray(payload.data), memoryview(payload.data)):
-        assert loads(data) == [1, "two"]
 
 
 def test_importing_the_codec_does_not_import_numpy_or_torch() -> None:

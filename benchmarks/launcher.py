@@ -12,7 +12,7 @@ import socket
 import sys
 
 from benchmarks import training
-from skyfab.host.agent.host_info import HostInfo
+from skyfab.host.agent.host_info import addresses
 
 READY = "ready"
 ENV = "BENCH_ENV_"
@@ -44,7 +44,7 @@ def _be_found_from(host: str) -> None:
         probe.connect((host, 9))
         address = str(probe.getsockname()[0])
     socket.getfqdn = lambda name="": address
-    names = [name for name, told in HostInfo().addresses() if told.partition("/")[0] == address]
+    names = [name for name, told in addresses() if told.partition("/")[0] == address]
     os.environ["GLOO_SOCKET_IFNAME"] = names[0]
 
 

@@ -69,7 +69,7 @@ MOST_PARAMETERS = 6
 OUTSIDE = {
     # A library, and the only modules that may import it.
     "cryptography": {"device.p2p_client"},  # paramiko brings it
-    "cloudpickle": {"protocol.codec", "session.bootstrap"},
+    "cloudpickle": {"protocol.codec"},
     "exceptiongroup": {"errors"},
     "fabric": {"ssh.fabric"},
     "invoke": {"cli.invoke_tasks"},

@@ -61,7 +61,7 @@ def unpack_result(
     if isinstance(message, messages.Result):
         if not buffers:
             raise ProtocolError("a result without content", host=host)
-        if isinstance(message, messages.PlainResult):
+        if message.plain:
             return _plain(buffers[0], buffers[1:], host=host, rank=rank, label=label)
         return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, untrusted=untrusted)
     if isinstance(message, messages.Raised):

@@ -303,11 +303,11 @@ class Node(ShownAsTable):
         return self._workers.get(worker, (None, 0))[1] == generation
 
     def cancel(self, stream: int) -> None:
-        self.session.send(messages.Cancel(stream=stream))
+        self.session.send(messages.Cancel(streams=[stream]))
 
     def unassign(self, streams: list[int]) -> None:
         """Asks the host to return calls that have not begun."""
-        self.session.send(messages.Unassign(streams=streams))
+        self.session.send(messages.Cancel(streams=streams, begun=False))
 
     def release(self, worker: str) -> None:
         """Terminates a worker."""

@@ -116,7 +116,7 @@ class Assembly:
         try:
             self.inline.append(allocate(size))
         except (OSError, OverflowError, MemoryError, ValueError) as error:
-            raise ProtocolError(f"a part of {size} bytes, for which there is no memory") from error
+            raise ProtocolError(f"not enough memory for a part of {size} bytes") from error
         self._offset = 0
 
     def advance(self, length: int) -> bool:

@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
     from skyfab.protocol.frames import Buffer
 
+    Reference = Callable[[Any], tuple[Any, ...] | None]
+
 IN_BAND: Final = 4096
 """Buffers smaller than this are cheaper inside the pickle than out-of-band."""
-
-
 BESIDE: Final = 4096
 """Out-of-band buffers of one pickle. Further ones go into the pickle: the parts of a message are limited."""
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
@@ -63,7 +63,7 @@ class Packed:
     memory: memoryview
 
 
-def dumps(value: Any, reference: Callable[[Any], tuple[Any, ...] | None] | None = None) -> Payload:
+def dumps(value: Any, reference: Reference | None = None) -> Payload:
     """Pickles `value`. The buffers are views of its memory: do not change it until they are sent.
 
     An object for which `reference` returns a function and its arguments is unpickled as what that function returns.
@@ -72,8 +72,7 @@ def dumps(value: Any, reference: Callable[[Any], tuple[Any, ...] | None] | None 
     if type(value) in _ATOMS or (type(value) is tuple and all(type(v) in _ATOMS for v in value)):
         return Payload(pickle.dumps(value, protocol=5))  # faster, and cloudpickle is not needed for these types
     file, beside = io.BytesIO(), _Beside()
-    pickler = _Pickler(file, beside) if reference is None else _ReferringPickler(file, beside, reference)
-    pickler.dump(value)
+    _Pickler(file, beside, reference).dump(value)
     return Payload(file.getvalue(), beside.buffers, beside.refs or _NO_REFS)
 
 
@@ -150,7 +149,8 @@ def send_by_value(module: Any) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    def __init__(self, file: io.BytesIO, beside: _Beside) -> None:
+    def __init__(self, file: io.BytesIO, beside: _Beside, reference: Reference | None) -> None:
+        self._reference = reference
         self._packed = beside.packed
         self._storages: dict[int, _Storage] = {}
         torch = sys.modules.get("torch")
@@ -160,6 +160,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         super().__init__(file, protocol=5, buffer_callback=beside)
 
     def reducer_override(self, obj: Any) -> Any:
+        if self._reference is not None and (found := self._reference(obj)) is not None:
+            return found
         if isinstance(obj, BaseException) and _is_plain(type(obj)):
             return _exception, (type(obj), obj.args, obj.__dict__)
         if isinstance(obj, Packed):
@@ -186,16 +188,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def _holder(self, untyped: Any) -> _Storage:
         """One holder per storage, so that pickle's memo sends it once and restores the sharing."""
         return self._storages.setdefault(untyped._cdata, _Storage(untyped))
-
-
-class _ReferringPickler(_Pickler):
-    def __init__(self, file: io.BytesIO, beside: _Beside, reference: Callable[[Any], tuple[Any, ...] | None]) -> None:
-        super().__init__(file, beside)
-        self._reference = reference
-
-    def reducer_override(self, obj: Any) -> Any:
-        found = self._reference(obj)
-        return super().reducer_override(obj) if found is None else found
 
 
 def _is_plain(kind: type[BaseException]) -> bool:

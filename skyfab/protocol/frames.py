@@ -13,7 +13,7 @@ from skyfab.errors import ProtocolError
 
 TYPE_CHECKING = False  # importing `typing` takes longer than this whole package, and delays an agent's first start
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Final, Protocol
 
     RecvInto = Callable[[memoryview], int | None]
@@ -53,6 +53,14 @@ def frame(kind: int, stream: int = 0, payload: bytes = b"", head: int = 0) -> by
     return HEADER.pack(kind, head, stream, len(payload)) + payload
 
 
+def head_frame(stream: int, head: bytes, parts: Sequence[Buffer] | None = None) -> bytes:
+    """The HEAD frame of a message with all its data, or without it: then DATA frames follow."""
+    if parts is None:
+        return HEADER.pack(HEAD, 0, stream, len(head)) + head
+    size = len(head) + sum(map(len, parts))
+    return b"".join((HEADER.pack(HEAD, len(head), stream, size), head, *parts))
+
+
 def data_header(stream: int, length: int) -> bytes:
     return HEADER.pack(DATA, 0, stream, length)
 
@@ -78,18 +86,10 @@ class Reader:
         self._scratch = memoryview(bytearray(size))
         self._start = 0
         self._end = 0
-        self._stream = 0
+        self._frame = (0, 0, 0)
+        """Kind, stream and head of the frame whose payload is being received into `_payload`."""
         self._payload: memoryview | None = None
         self._filled = 0
-        self._control = bytearray()
-        self._missing = 0
-        self._kind = 0
-        self._head = 0
-
-    @property
-    def pending(self) -> bool:
-        """Whether a frame has been received in part."""
-        return self._payload is not None or self._end > self._start or self._missing > 0
 
     def pump(self, recv_into: RecvInto) -> bool:
         """Reads once and delivers every frame that is now complete. Returns False at end of file.
@@ -104,14 +104,15 @@ class Reader:
             self._filled += got
             if self._filled == len(self._payload):
                 payload, self._payload = self._payload, None
-                self._receiver.arrived(DATA, self._stream, payload, 0)
+                kind, stream, head = self._frame
+                self._receiver.arrived(kind, stream, payload, head)
             return got > 0
         scratch = self._scratch
         got = recv_into(scratch[self._end :] if self._end else scratch)
         if got is None:
             raise BlockingIOError
         self._end += got
-        if got >= HEADER.size and self._end == got and not self._missing:
+        if got >= HEADER.size and self._end == got:
             # The common case: the read returned exactly one frame.
             kind, head, stream, length = HEADER.unpack_from(scratch)
             if got == HEADER.size + length and head <= length and kind in KINDS and kind != DATA:
@@ -123,60 +124,37 @@ class Reader:
 
     def _parse(self) -> None:
         scratch, receiver = self._scratch, self._receiver
-        while True:
-            if self._missing:
-                if not self._collect():
-                    return
-                continue
-            have = self._end - self._start
-            if have < HEADER.size:
-                break
+        while (have := self._end - self._start) >= HEADER.size:
             kind, head, stream, length = HEADER.unpack_from(scratch, self._start)
             if kind not in KINDS or length > LIMIT or head > length:
                 raise ProtocolError(f"not a frame: kind {kind}, length {length}, head {head}")
             self._start += HEADER.size
             have -= HEADER.size
-            if kind == DATA:
-                if not self._land(stream, length, have):
-                    return
-            elif length <= have:
+            if kind != DATA and length <= have:
                 view = scratch[self._start : self._start + length]
                 self._start += length
                 receiver.arrived(kind, stream, view, head)
             else:
-                self._kind, self._head, self._stream, self._missing = kind, head, stream, length
-                self._control.clear()
-        self._compact()
+                self._frame = (kind, stream, head)
+                if not self._land(length, have):
+                    return
+        rest = self._end - self._start
+        if rest and self._start:
+            scratch[:rest] = bytes(scratch[self._start : self._end])
+        self._start, self._end = 0, rest
 
-    def _land(self, stream: int, length: int, have: int) -> bool:
-        """Copies a DATA payload to its destination. Returns False if later reads must receive the rest there."""
-        place = self._receiver.place(stream, length)
+    def _land(self, length: int, have: int) -> bool:
+        """Copies a payload to its destination. Returns False if later reads must receive the rest there."""
+        kind, stream, head = self._frame
+        place = self._receiver.place(stream, length) if kind == DATA else memoryview(bytearray(length))
         if len(place) != length:
             raise ProtocolError(f"{length} bytes of data where {len(place)} were announced")
         take = min(length, have)
         place[:take] = self._scratch[self._start : self._start + take]
         self._start += take
         if take == length:
-            self._receiver.arrived(DATA, stream, place, 0)
+            self._receiver.arrived(kind, stream, place, head)
             return True
-        self._stream, self._payload, self._filled = stream, place, take
+        self._payload, self._filled = place, take
         self._start = self._end = 0
         return False
-
-    def _collect(self) -> bool:
-        """Collects a frame, other than DATA, that did not fit into the scratch buffer."""
-        take = min(self._missing, self._end - self._start)
-        self._control += self._scratch[self._start : self._start + take]
-        self._start += take
-        self._missing -= take
-        if self._missing:
-            self._start = self._end = 0
-            return False
-        self._receiver.arrived(self._kind, self._stream, memoryview(bytes(self._control)), self._head)
-        return True
-
-    def _compact(self) -> None:
-        rest = self._end - self._start
-        if rest and self._start:
-            self._scratch[:rest] = bytes(self._scratch[self._start : self._end])
-        self._start, self._end = 0, rest

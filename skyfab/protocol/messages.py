@@ -33,22 +33,23 @@ class Message:
     The fields are the annotations, as in a dataclass; importing `dataclasses` would double an agent's first start time.
     """
 
-    op: ClassVar[str] = ""
-    _names: ClassVar[tuple[str, ...]]
-    _checks: ClassVar[dict[str, tuple[Any, Any]]]
+    op: ClassVar[str]
+    """Its name on the wire, made from that of the class: ``stop_worker`` for `StopWorker`."""
+    _checks: ClassVar[dict[str, Callable[[Any], bool]]]
+    """The names of the fields, each with the check of a value that was received."""
 
     def __init_subclass__(cls) -> None:
         fields = {name: kind for name, kind in cls.__annotations__.items() if not kind.startswith("ClassVar")}
-        cls._names = tuple(fields)
-        cls._checks = {name: (_TYPES[kind], _ELEMENTS.get(kind)) for name, kind in fields.items()}
+        cls._checks = {name: _CHECKS[kind] for name, kind in fields.items()}
+        cls.op = "".join(f"_{letter.lower()}" if letter.isupper() else letter for letter in cls.__name__)[1:]
         _ALL[cls.op] = cls
 
     def __init__(self, **values: Any) -> None:
-        for name in self._names:
+        for name in self._checks:
             if name not in values and not hasattr(type(self), name):
                 raise TypeError(f"{self.op} needs {name}")
         for name in values:
-            if name not in self._names:
+            if name not in self._checks:
                 raise TypeError(f"{self.op} has no {name}")
         self.__dict__.update(values)
 
@@ -62,10 +63,10 @@ class Message:
         return hash(self.op)
 
     def __repr__(self) -> str:
-        return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self._names)})"
+        return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self._checks)})"
 
     def _document(self) -> dict[str, Any]:
-        return {"op": self.op, **{name: getattr(self, name) for name in self._names}}
+        return {"op": self.op, **{name: getattr(self, name) for name in self._checks}}
 
     def encode(self) -> bytes:
         return _dumps(self._document()).encode()
@@ -78,30 +79,33 @@ class Message:
 
 
 _ALL: dict[str, type[Message]] = {}
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    "str": str,
-    "str | None": (str, type(None)),
-    "int": int,
-    "int | None": (int, type(None)),
-    "bool": bool,
-    "float": (int, float),
-    "float | None": (int, float, type(None)),
-    "Mapping[str, str]": dict,
-    "Mapping[str, Any]": dict,
-    "Sequence[Part]": (list, tuple),
-    "Sequence[str]": (list, tuple),
-    "list[int]": list,
-    "list[str]": list,
-    "list[list[str]]": list,
+
+
+def _of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) in kinds
+
+
+def _list_of(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: type(value) is list and all(type(one) in kinds for one in value)
+
+
+_CHECKS: dict[str, Callable[[Any], bool]] = {
+    "str": _of(str),
+    "str | None": _of(str, type(None)),
+    "int": _of(int),
+    "int | None": _of(int, type(None)),
+    "bool": _of(bool),
+    "float": _of(int, float),
+    "float | None": _of(int, float, type(None)),
+    "Mapping[str, str]": lambda value: type(value) is dict and all(type(one) is str for one in value.values()),
+    "Mapping[str, Any]": _of(dict),
+    "Sequence[Part]": _list_of(int, list),
+    "Sequence[str]": _list_of(str),
+    "list[int]": _list_of(int),
+    "list[str]": _list_of(str),
+    "list[list[str]]": lambda value: type(value) is list and all(map(_list_of(str), value)),
 }
-_ELEMENTS: dict[str, Callable[[object], bool]] = {
-    "Mapping[str, str]": lambda inner: isinstance(inner, str),
-    "Sequence[Part]": lambda inner: type(inner) in (int, list),
-    "Sequence[str]": lambda inner: isinstance(inner, str),
-    "list[int]": lambda inner: type(inner) is int,
-    "list[str]": lambda inner: isinstance(inner, str),
-    "list[list[str]]": lambda inner: isinstance(inner, list) and all(isinstance(word, str) for word in inner),
-}
+"""For each type that a field may have: whether a value from JSON is of that type."""
 _OFTEN = (b'{"op":"call"', b'{"op":"result"')
 
 
@@ -124,13 +128,9 @@ def _decode(data: bytes) -> Message:
         message = kind(**document)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ProtocolError(f"not a message: {data[:80]!r}") from error
-    for name, (whole, element) in kind._checks.items():  # noqa: SLF001 - a message of this module
-        value = getattr(message, name)
-        fits = isinstance(value, whole) and (whole is bool or not isinstance(value, bool))
-        if fits and element is not None:
-            fits = all(map(element, value.values() if isinstance(value, dict) else value))
-        if not fits:
-            raise ProtocolError(f"{kind.op}.{name} is a {type(value).__name__} that does not belong there")
+    for name, value in document.items():
+        if not kind._checks[name](value):  # noqa: SLF001 - a message of this module
+            raise ProtocolError(f"{kind.op}.{name} has a wrong value, a {type(value).__name__}")
     return message
 
 
@@ -151,7 +151,6 @@ def expect(kind: type[M], data: bytes) -> M:
 class Spawn(Message):
     """Start a worker process. Calls to the worker may follow at once."""
 
-    op: ClassVar[str] = "spawn"
     worker: str
     generation: int
     """Distinguishes this process from earlier ones of the same worker name."""
@@ -177,7 +176,6 @@ class Spawn(Message):
 class Call(Message):
     """Run a function in a worker. Reply: Result, Raised or Ended."""
 
-    op: ClassVar[str] = "call"
     worker: str
     function: str
     parts: Sequence[Part]
@@ -189,7 +187,6 @@ class Call(Message):
 class Function(Message):
     """A packed function, which calls refer to by this digest. No reply."""
 
-    op: ClassVar[str] = "function"
     digest: str
     parts: Sequence[Part]
 
@@ -197,35 +194,26 @@ class Function(Message):
 class Forget(Message):
     """Delete functions that will not be called again. No reply."""
 
-    op: ClassVar[str] = "forget"
     digests: list[str]
 
 
 class Cancel(Message):
-    """Stop the call on that stream: its reply is Ended. No reply to this message itself."""
+    """Stop these calls: the reply to each is Ended. No reply to this message itself."""
 
-    op: ClassVar[str] = "cancel"
-    stream: int
-
-
-class Unassign(Message):
-    """Return those of these calls that have not begun: the reply to each is Ended. No reply to this message itself."""
-
-    op: ClassVar[str] = "unassign"
     streams: list[int]
+    begun: bool = True
+    """Whether calls that have begun are stopped too."""
 
 
 class StopWorker(Message):
     """Terminate a worker. No reply."""
 
-    op: ClassVar[str] = "stop_worker"
     worker: str
 
 
 class DumpStacks(Message):
     """Ask a worker for its stack traces. Reply: Done, with the traces that it wrote after the previous request."""
 
-    op: ClassVar[str] = "dump_stacks"
     worker: str
 
 
@@ -235,7 +223,6 @@ class Detach(Message):
     The agent stays until all calls have been answered.
     """
 
-    op: ClassVar[str] = "detach"
     run: str
     about: Mapping[str, Any]
 
@@ -243,7 +230,6 @@ class Detach(Message):
 class Written(Message):
     """Ask which files were written in persistent working directories. Reply: Done, with a list in JSON."""
 
-    op: ClassVar[str] = "written"
     fetched: Sequence[str] = ()
     """If there are any, nothing is asked: files that these paths and patterns name have been fetched by now, and are
     reported only if they are written again."""
@@ -252,14 +238,12 @@ class Written(Message):
 class Has(Message):
     """Ask which of these blobs the store does not have. Reply: Missing."""
 
-    op: ClassVar[str] = "has"
     names: list[str]
 
 
 class Blob(Message):
     """Store this content under its name. Reply: Done or Failed."""
 
-    op: ClassVar[str] = "blob"
     name: str
     parts: Sequence[Part]
     keep: bool = False
@@ -269,7 +253,6 @@ class Blob(Message):
 class Tree(Message):
     """Create a folder with these files, whose blobs are in the store. Reply: Done or Failed."""
 
-    op: ClassVar[str] = "tree"
     digest: str
     files: list[list[str]]
     """Pairs of relative path and blob name."""
@@ -278,7 +261,6 @@ class Tree(Message):
 class Listen(Message):
     """Listen on a free TCP port until it is passed to a process or closed. Reply: Done, with the port number."""
 
-    op: ClassVar[str] = "listen"
     address: str = ""
     """The address that peers will connect to; it determines IPv4 or IPv6."""
     word: str = ""
@@ -288,14 +270,12 @@ class Listen(Message):
 class Unlisten(Message):
     """Stop listening on a port. No reply."""
 
-    op: ClassVar[str] = "unlisten"
     port: int
 
 
 class ProbePeers(Message):
     """Check which of these peers accept connections, and that each is the expected host. Reply: PeersProbed."""
 
-    op: ClassVar[str] = "probe_peers"
     peers: list[list[str]]
     """Address, port, and the word that is sent there (see Listen). Entries with one word are addresses of one host."""
     timeout: float
@@ -308,21 +288,14 @@ class ProbePeers(Message):
 class Result(Message):
     """The call returned; its parts are the pickled value."""
 
-    op: ClassVar[str] = "result"
     parts: Sequence[Part]
-
-
-class PlainResult(Result):
-    """The call returned, in a worker that encodes results as plain data (see plain_data.py)."""
-
-    op: ClassVar[str] = "plain_result"
-    parts: Sequence[Part]
+    plain: bool = False
+    """The value is encoded as plain data instead (see plain_data.py)."""
 
 
 class Raised(Message):
     """The call raised; its parts are the pickled exception, or empty if that cannot be pickled."""
 
-    op: ClassVar[str] = "raised"
     parts: Sequence[Part]
     kind: str
     text: str
@@ -336,7 +309,6 @@ class Raised(Message):
 class Ended(Message):
     """The call ended without a result or an exception."""
 
-    op: ClassVar[str] = "ended"
     why: str
     """exit, died, timeout, cancelled, unstarted, unassigned, unpicklable or not_plain."""
     text: str = ""
@@ -347,14 +319,12 @@ class Ended(Message):
 class Missing(Message):
     """The reply to Has."""
 
-    op: ClassVar[str] = "missing"
     names: list[str]
 
 
 class PeersProbed(Message):
     """The reply to ProbePeers."""
 
-    op: ClassVar[str] = "peers_probed"
     found: list[list[str]]
     """For each peer, in order: the error or an empty string; and this host's own address on the route to the peer."""
 
@@ -362,14 +332,12 @@ class PeersProbed(Message):
 class Done(Message):
     """The request succeeded."""
 
-    op: ClassVar[str] = "done"
     text: str = ""
 
 
 class Failed(Message):
     """The request failed on the host."""
 
-    op: ClassVar[str] = "failed"
     text: str
     hint: str | None = None
 
@@ -377,7 +345,6 @@ class Failed(Message):
 class Log(Message):
     """The stdout or stderr of a worker follows on this stream, until the pool ends."""
 
-    op: ClassVar[str] = "log"
     worker: str
     fd: int
 
@@ -385,21 +352,16 @@ class Log(Message):
 class Importing(Message):
     """A worker has begun to import a package, or has done so."""
 
-    op: ClassVar[str] = "importing"
     worker: str
     module: str
     """Empty when it has ended."""
 
 
 class Exited(Message):
-    """A worker exited. The replies to its calls follow; those that it had not begun are `unstarted`."""
+    """A worker exited, or could not be started. The replies to its calls follow, which say why."""
 
-    op: ClassVar[str] = "exited"
     worker: str
     generation: int
-    text: str
-    exitcode: int | None = None
-    """None if it could not be started."""
 
 
 # ---- hello
@@ -408,12 +370,9 @@ class Exited(Message):
 class ClientHello(Message):
     """The first message of the client on a connection."""
 
-    op: ClassVar[str] = "client"
     protocol: int
     received: int
     lease: float
-    name: str
-    """The client's name for the host."""
     local: bool = False
     """The host is the client's own machine: a lost connection means that the program has ended, not the network."""
 
@@ -421,12 +380,10 @@ class ClientHello(Message):
 class AgentHello(Message):
     """The first message of the agent on a connection."""
 
-    op: ClassVar[str] = "agent"
     protocol: int
     received: int
     python: str
     """major.minor: pickles of functions contain bytecode, which depends on it."""
-    cloudpickle: str
     hostname: str
     address: str
     """The address at which the client reached it."""
@@ -435,7 +392,6 @@ class AgentHello(Message):
     network: str
     """Identifies its network stack: two agents on one machine report the same."""
     gpus: int
-    cpus: int
     platform: str
     pid: int
     executable: str

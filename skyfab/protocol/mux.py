@@ -141,13 +141,12 @@ class Mux:
 
         With `large`, only the head is queued, and `send_data` adds the data.
         """
-        total = sum(map(len, parts))
-        if total <= SMALL and len(head) <= SMALL and not large:
-            self._urgent.append(b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts)))
+        if sum(map(len, parts)) <= SMALL and len(head) <= SMALL and not large:
+            self._urgent.append(frames.head_frame(stream, head, parts))
             return
         if len(head) > frames.LIMIT:
             raise ProtocolError(f"a message whose head has {len(head)} bytes")
-        self._urgent.append(frame(HEAD, stream, head))
+        self._urgent.append(frames.head_frame(stream, head))
         for part in parts:
             if urgent:
                 view = memoryview(part)
@@ -158,11 +157,10 @@ class Mux:
 
     def send_now(self, stream: int, head: bytes, parts: Sequence[Buffer], send: Send) -> bool:
         """Queues a message and flushes. A small one is written directly if nothing else is queued."""
-        total = sum(map(len, parts))
-        if total > SMALL or len(head) > SMALL:
+        if sum(map(len, parts)) > SMALL or len(head) > SMALL:
             self.send(stream, head, parts)
             return self.flush(send)
-        whole = b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + total), head, *parts))
+        whole = frames.head_frame(stream, head, parts)
         if self.relay(whole, send):
             return not self._batch
         self._urgent.append(whole)
@@ -207,7 +205,7 @@ class Mux:
         self._used.pop(stream, None)
 
     def end(self, stream: int) -> None:
-        """The same as `finish`, and the peer is told: an empty DATA frame follows the last."""
+        """The same as `finish`, and tells the peer: an empty DATA frame follows the last."""
         self._send_queue.mark_end(stream)
         self.finish(stream)
 

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
 
 
 class Window:
-    """How many bytes may be in flight: enough to use the bandwidth, not so many that they queue up along the path.
+    """How many bytes may be in flight: enough to use the bandwidth, too few to queue up along the path.
 
     On a slow link with deep buffers, a cancel would otherwise wait behind megabytes of data.
     """
@@ -19,9 +19,7 @@ class Window:
     CEILING: Final = 32 * 1024 * 1024
 
     def __init__(self) -> None:
-        self.size = self.FLOOR
-        self._base = float("inf")
-        self._changed = 0.0
+        self.restart()
 
     def restart(self) -> None:
         """Starts over for a new connection, whose latency and bandwidth may differ."""

@@ -189,17 +189,9 @@ def other_python(version: str, host: Host) -> HostUnfit:
 
 
 def check_agent(agent: AgentHello, host: Host) -> None:
-    """Checks the versions before anything is unpickled: functions are sent as bytecode."""
-    import cloudpickle
-
+    """Checks the version before anything is unpickled: functions are sent as bytecode."""
     if agent.python != local_python():
         raise other_python(agent.python, host)
-    if agent.cloudpickle != cloudpickle.__version__:
-        raise HostUnfit(
-            f"it has cloudpickle {agent.cloudpickle}, but this program has {cloudpickle.__version__}",
-            host=host.name,
-            hint="install the same version on both",
-        )
 
 
 def local_python() -> str:

@@ -162,7 +162,7 @@ class Connection:
     def _hello(self) -> bytes:
         """How much this side has received; the first message on every stream."""
         return ClientHello(
-            protocol=VERSION, received=self._mux.received, lease=self.timing.lease, name=self.host, local=self._is_local
+            protocol=VERSION, received=self._mux.received, lease=self.timing.lease, local=self._is_local
         ).encode()
 
     def _is_received(self) -> bool:

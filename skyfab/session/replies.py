@@ -29,7 +29,6 @@ _MOST_OUTPUTS: Final = 4096
 _MOST_ENDED: Final = 1024
 """Output streams kept after their process has ended: the exit message can arrive before its last output."""
 _MOST_GPUS: Final = 1024
-_MOST_CPUS: Final = 65536
 
 _SMALL_RESULT: Final = messages.Result(parts=())
 """Stands for a result of one part, the most common reply: it is neither decoded nor split."""
@@ -160,7 +159,7 @@ class Replies:
         hello = messages.expect(AgentHello, payload)
         if hello.protocol != VERSION:
             raise HostUnfit(f"its agent has protocol version {hello.protocol}, this program {VERSION}", host=self._host)
-        if not (0 <= hello.gpus <= _MOST_GPUS and 0 <= hello.cpus <= _MOST_CPUS and _is_address(hello.address)):
+        if not (0 <= hello.gpus <= _MOST_GPUS and _is_address(hello.address)):
             raise ProtocolError("its agent reports impossible facts about itself")
         self.agent = hello
         self.hellos += 1

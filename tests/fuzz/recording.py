@@ -37,15 +37,13 @@ SIDES = ("client", "host")
 _LARGE = SMALL + 1000
 _CHUNK = 8192
 _PLACE = {
-    "agent": {
+    "agent_hello": {
         "python": "3.11",
-        "cloudpickle": "3.1.0",
         "addresses": [["eth0", "10.0.0.11/24"], ["eth0", "fd00::11/64"]],
         "network": "0a1b net:[4026531840]",
         "hostname": "node1",
         "address": "192.0.2.11",
         "gpus": 0,
-        "cpus": 2,
         "platform": "Linux",
         "pid": 4242,
         "executable": "/usr/bin/python3",
@@ -191,8 +189,8 @@ def calls(talk: Talk) -> None:
     talk.call(length, 3)
     talk.call(talk.function(print), "a line")
     talk.call(talk.function(exec), _PACKAGE)
-    talk.send(messages.Cancel(stream=99))
-    talk.send(messages.Unassign(streams=[97, 99]))
+    talk.send(messages.Cancel(streams=[99]))
+    talk.send(messages.Cancel(streams=[97, 99], begun=False))
     talk.send(messages.Forget(digests=[length]))
     talk.call(talk.function(abs), -1)  # after that nothing waits for the seat, and it may end by itself
     talk.ask(messages.DumpStacks(worker="nobody"))

@@ -11,8 +11,10 @@ from skyfab.host.agent.worker_handle import WorkerHandle
 
 
 @pytest.fixture
-def agent() -> Agent:
-    return Agent()
+def agent() -> Iterator[Agent]:
+    made = Agent()
+    yield made
+    made.poller._poll.close()
 
 
 @pytest.fixture

@@ -6,16 +6,18 @@ import os
 import signal
 from typing import Any
 
+from skyfab.host.agent.poller import Poller
 from skyfab.host.agent.worker_handle import WorkerHandle
 from skyfab.protocol import messages
 from skyfab.protocol.frames import HEAD, frame
 
 
 class Agent:
-    """All that a seat knows of its agent: what it is told is written down."""
+    """What a worker's handle knows of its agent: it records what the handle sends."""
 
     def __init__(self) -> None:
         self.mux: Any = self
+        self.poller = Poller()
         self.dirty: set[WorkerHandle] = set()
         self.stuck: set[WorkerHandle] = set()
         self.behind: set[Any] = set()
@@ -40,8 +42,6 @@ class Agent:
         self.abandoned.append(stream)
 
     def drain(self, log: Any) -> None: ...
-    def writable(self, worker: WorkerHandle, wanted: bool) -> None: ...
-    def readable(self, worker: WorkerHandle, wanted: bool) -> None: ...
 
     # ---- the mux
 

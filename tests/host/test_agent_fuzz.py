@@ -58,7 +58,7 @@ class Client:
             self.ended = False
             self.agent = None
             if hello:
-                fields = {"protocol": VERSION, "received": self.received, "lease": 30.0, "name": "a", "local": local}
+                fields = {"protocol": VERSION, "received": self.received, "lease": 30.0, "local": local}
                 self.write(frame(HELLO, 0, messages.ClientHello(**fields).encode()))
                 self.read(lambda: self.agent is not None)
                 assert self.agent is not None
@@ -162,7 +162,7 @@ BAD_MESSAGES = {
     "a function that is not there": call(function="x"),
     "a part that is none": call(parts=[-1]),
     "a blob that is not there": call(parts=[[NAME, 5]]),
-    "cancel of nothing": messages.Cancel(stream=12345).encode(),
+    "cancel of nothing": messages.Cancel(streams=[12345]).encode(),
     "release of nothing": messages.StopWorker(worker="nobody").encode(),
     "forget of nothing": messages.Forget(digests=["x"]).encode(),
     "names that are none": messages.Has(names=["../../etc/passwd"]).encode(),
@@ -180,7 +180,7 @@ BAD_MESSAGES = {
     "a seat with a bad place": spawn("3", info={"no such field": [[[]]]}),
     "an answer": messages.Done().encode(),
     "a result": messages.Result(parts=[]).encode(),
-    "a hello as a message": messages.ClientHello(protocol=1, received=0, lease=1.0, name="x").encode(),
+    "a hello as a message": messages.ClientHello(protocol=1, received=0, lease=1.0).encode(),
 }
 
 
@@ -218,9 +218,9 @@ BAD_BYTES = {
     "data of nothing": frame(DATA, 4_000_001, b"x"),
     "an acknowledgement of what was not sent": frame(ACK, 0, COUNT.pack(2**62)),
     "a short count": frame(CREDIT, 1, b"x"),
-    "hello again": frame(HELLO, 0, messages.ClientHello(protocol=VERSION, received=0, lease=1.0, name="x").encode()),
+    "hello again": frame(HELLO, 0, messages.ClientHello(protocol=VERSION, received=0, lease=1.0).encode()),
     "a hello of another version": frame(
-        HELLO, 0, messages.ClientHello(protocol=VERSION + 1, received=0, lease=1.0, name="x").encode()
+        HELLO, 0, messages.ClientHello(protocol=VERSION + 1, received=0, lease=1.0).encode()
     ),
 }
 

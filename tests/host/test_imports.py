@@ -1,4 +1,4 @@
-"""What a worker tells of its imports: packages that are neither Python's own nor the project's, and no more."""
+"""What a worker reports of its imports: packages that are neither Python's own nor the project's, and no more."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from skyfab.host.agent.imports import ImportFinder
 from skyfab.ui.events import Event, Importing
 
 
-class Told:
-    """A finder at work; what it told, and the packages that it may find."""
+class Reported:
+    """A finder at work; what it reported, and the packages that it may find."""
 
     def __init__(self, folder: Path) -> None:
         self.names: list[str] = []
@@ -31,49 +31,49 @@ class Told:
 
 
 @pytest.fixture
-def told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Told]:
-    told = Told(tmp_path)
-    monkeypatch.setattr(sys, "path", [str(told.own), str(tmp_path), *sys.path])
-    monkeypatch.setattr(sys, "meta_path", [told.finder, *sys.meta_path])
+def reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Reported]:
+    reported = Reported(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(reported.own), str(tmp_path), *sys.path])
+    monkeypatch.setattr(sys, "meta_path", [reported.finder, *sys.meta_path])
     before = set(sys.modules)
-    yield told
+    yield reported
     for name in set(sys.modules) - before:
         del sys.modules[name]
 
 
-def test_the_outermost_package_is_told_and_its_end(told: Told) -> None:
-    told.package("outer_one", "import inner_one, outer_one.part")
-    told.package("inner_one")
-    (told.folder / "outer_one" / "part.py").write_text("import json")
+def test_the_outermost_package_is_told_and_its_end(reported: Reported) -> None:
+    reported.package("outer_one", "import inner_one, outer_one.part")
+    reported.package("inner_one")
+    (reported.folder / "outer_one" / "part.py").write_text("import json")
     module = __import__("outer_one")
-    assert told.names == ["outer_one", ""]
+    assert reported.names == ["outer_one", ""]
     assert "exec_module" not in vars(module.__spec__.loader), "nothing is left in it"
     __import__("outer_one")
-    assert told.names == ["outer_one", ""], "it is imported once"
+    assert reported.names == ["outer_one", ""], "it is imported once"
 
 
-def test_the_project_and_single_modules_are_not_told_but_what_they_import_is(told: Told) -> None:
-    told.package("own_one", "import single_one", own=True)
-    (told.folder / "single_one.py").write_text("import heavy_one, sqlite3")
-    told.package("heavy_one")
+def test_the_project_and_single_modules_are_not_told_but_what_they_import_is(reported: Reported) -> None:
+    reported.package("own_one", "import single_one", own=True)
+    (reported.folder / "single_one.py").write_text("import heavy_one, sqlite3")
+    reported.package("heavy_one")
     __import__("own_one")
-    assert told.names == ["heavy_one", ""]
+    assert reported.names == ["heavy_one", ""]
 
 
-def test_an_import_that_fails_ends_too(told: Told) -> None:
-    told.package("broken_one", "import nothing_of_that_name")
+def test_an_import_that_fails_ends_too(reported: Reported) -> None:
+    reported.package("broken_one", "import nothing_of_that_name")
     with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):
         __import__("broken_one")
-    assert told.names == ["broken_one", ""]
+    assert reported.names == ["broken_one", ""]
 
 
-def test_other_threads_are_not_told(told: Told) -> None:
-    told.package("threads_one")
+def test_other_threads_are_not_told(reported: Reported) -> None:
+    reported.package("threads_one")
     thread = threading.Thread(target=__import__, args=["threads_one"])
     thread.start()
     thread.join()
     assert "threads_one" in sys.modules
-    assert told.names == []
+    assert reported.names == []
 
 
 @sky.function

@@ -1,4 +1,4 @@
-"""Ranks have no keyboard: a function that wants one is told so."""
+"""Ranks have no keyboard: a function that wants one gets an error that says so."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""agent.logs: what a rank writes reaches the file and the client, in order and once, whoever is slow or away."""
+"""agent.logs: what a rank writes reaches the file and the client, in order and once, however slow the client is."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def test_new_output_does_not_overtake_what_waits_in_the_file(pair: Pair, tmp_pat
         assert heard(pair) == data
 
 
-def test_a_mark_is_told_once_everything_before_it_is_out(pair: Pair, tmp_path: Path) -> None:
+def test_a_mark_is_sent_once_everything_before_it_is_out(pair: Pair, tmp_path: Path) -> None:
     """An answer waits for what was written before it, and for nothing that is written after it."""
     with opened(pair, tmp_path / "out") as log:
         writer = Writer(log)
@@ -165,9 +165,9 @@ def test_a_mark_is_told_once_everything_before_it_is_out(pair: Pair, tmp_path: P
             log.drain()
         mark = log.end
         assert mark == 3_000_000
-        assert not log.told(mark)
+        assert not log.is_sent(mark)
         writer.write(b"more")
-        while not log.told(mark):
+        while not log.is_sent(mark):
             log.drain()
             log.catch_up()
             pair.settle()
@@ -314,7 +314,7 @@ def test_a_process_that_writes_more_than_its_client_takes_waits(
     monkeypatch.setattr("skyfab.host.agent.logs._MOST", 100_000)
     with opened(pair, tmp_path / "0.out") as log:
         os.set_blocking(log.sink, False)
-        with contextlib.suppress(BlockingIOError):  # nobody settles: the client takes nothing
+        with contextlib.suppress(BlockingIOError):  # the client takes nothing
             while True:
                 os.write(log.sink, bytes(50_000))
                 log.drain()

@@ -154,7 +154,7 @@ def test_at_a_limit_of_processes_a_call_says_so_and_others_go_on(
 def test_a_call_that_arrives_after_its_process_could_not_be_started_is_told_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """It was told that it had not begun, and a broadcast failed without a reason."""
+    """Not only that it had not begun, which would let a broadcast fail without a reason."""
     workers = Workers.__new__(Workers)
     workers._zygote = SimpleNamespace(notices=lambda: [("failed", 7, "no room")])  # type: ignore[assignment]
     workers._workers = {"gang1.0": SimpleNamespace(number=7, name="gang1.0", rank=3)}  # type: ignore[dict-item]

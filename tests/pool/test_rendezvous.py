@@ -92,13 +92,11 @@ def host(wires: Wires) -> Make:
             protocol=1,
             received=0,
             python="3.11",
-            cloudpickle="3",
             hostname=name,
             address=reached or addresses[0][1].partition("/")[0],
             addresses=addresses,
             network=network or name,
             gpus=0,
-            cpus=1,
             platform="linux",
             pid=1,
             executable="python",
@@ -334,7 +332,7 @@ def test_a_host_that_answers_has_been_reached(watch: Poller, ports: Ports) -> No
 
 def test_at_an_address_there_may_be_another_machine(watch: Poller, ports: Ports) -> None:
     port = str(ports.open(word="somebody else"))
-    assert tried(watch, [["127.0.0.1", port, "here"]]) == [["another machine answers there", ""]]
+    assert tried(watch, [["127.0.0.1", port, "here"]]) == [["another machine answers", ""]]
 
 
 def test_a_port_that_is_closed_is_said_and_so_is_what_is_no_address(watch: Poller, ports: Ports) -> None:

@@ -140,7 +140,7 @@ def test_what_cannot_be_a_working_folder_is_refused(wrong: str) -> None:
 def test_a_folder_that_cannot_be_made_is_said_by_every_call(folder: Path, remote: list[sky.Host]) -> None:
     with sky.Compute(remote[:1], workdir="/proc/nothing/here", ui="none") as compute:
         for _ in range(2):
-            with pytest.raises(sky.HostUnfit, match="the working folder /proc/nothing/here cannot be used"):
+            with pytest.raises(sky.HostUnfit, match="cannot use the working folder /proc/nothing/here"):
                 sky.function(here)() >> compute
         with pytest.raises(sky.BroadcastError) as caught:
             sky.function(here)() @ compute

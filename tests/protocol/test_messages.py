@@ -155,9 +155,9 @@ def test_a_missing_field_is_refused(kind: type[Message]) -> None:
         b'{"op": "done"}{"op": "done"}',
         b"\xff\xfe",
         b'{"op": "done", "text": "\xff"}',
-        b'{"op": "cancel", "stream": ' + b"9" * 10_000 + b"}",
-        b'{"op": "cancel", "stream": 1e999}',
-        b'{"op": "cancel", "stream": NaN}',
+        b'{"op": "exited", "worker": "", "generation": ' + b"9" * 10_000 + b"}",
+        b'{"op": "exited", "worker": "", "generation": 1e999}',
+        b'{"op": "exited", "worker": "", "generation": NaN}',
         b"[" * 100_000,
         b'{"op":' * 100_000,
         b'{"op": "missing", "names": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
@@ -175,7 +175,7 @@ def test_nesting_of_any_depth_is_refused_or_read_never_a_recursion_error() -> No
     for depth in (10, 100, *range(limit - 150, limit + 10, 3), 2 * limit, 20 * limit):
         nested = b"[" * depth + b"]" * depth
         with pytest.raises(ProtocolError):
-            decode(b'{"op":"cancel","stream":%s}' % nested)
+            decode(b'{"op":"exited","worker":"","generation":%s}' % nested)
         for document in (b'{"op":"has","names":%s}', b'{"op":"result","parts":%s}', b'{"op":"done","text":{"a":%s}}'):
             try:
                 decode(document % nested)
@@ -244,7 +244,7 @@ def test_a_wrong_keyword_is_an_error_where_it_is_written() -> None:
 
 
 def test_two_decodings_do_not_share_what_can_be_changed() -> None:
-    """Short messages are remembered: whoever changes a list in one must not change the next."""
+    """Short messages are remembered: a list that is changed in one must not change in the next."""
     wire = messages.Missing(names=["a"]).encode()
     first = expect(messages.Missing, wire)
     try:
@@ -256,7 +256,7 @@ def test_two_decodings_do_not_share_what_can_be_changed() -> None:
 
 def test_error_texts_stay_short() -> None:
     """A hostile megabyte is not repeated in the error that refuses it."""
-    for data in (b"x" * 1_000_000, b'{"op":"cancel","stream":"%s"}' % (b"x" * 1_000_000)):
+    for data in (b"x" * 1_000_000, b'{"op":"exited","worker":"","generation":"%s"}' % (b"x" * 1_000_000)):
         with pytest.raises(ProtocolError) as caught:
             decode(data)
         assert len(str(caught.value)) < 500

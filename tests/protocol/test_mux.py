@@ -1,4 +1,4 @@
-"""streams.Mux on one connection: everything arrives, small before large, and nobody is flooded."""
+"""streams.Mux on one connection: everything arrives, small before large, and neither side is flooded."""
 
 from __future__ import annotations
 
@@ -66,14 +66,6 @@ def test_a_message_and_its_data_leave_in_one_write() -> None:
     assert writes == [1]
 
 
-def test_an_empty_body_and_the_largest_small_one() -> None:
-    pair = Pair()
-    for stream, size in enumerate((0, 1, SMALL - 1, SMALL, SMALL + 1)):
-        pair.a.say(stream, content(stream, size))
-    pair.settle()
-    pair.check()
-
-
 def test_a_head_larger_than_a_small_message_travels_too() -> None:
     """A list of many thousand blob names is one head."""
     pair = Pair()
@@ -135,21 +127,6 @@ def test_a_heartbeat_overtakes_everything() -> None:
     assert out[0][0] == PING
 
 
-def test_bulk_streams_take_turns() -> None:
-    """Two large messages share the connection: neither waits for the other to end."""
-    pair = Pair()
-    pair.a.say(1, content(1, 4 * MB))
-    pair.a.say(3, content(3, 4 * MB))
-    while len(pair.b.bodies.get(1, b"")) < MB:
-        pair.a.flush(50_000)
-        pair.b.read()
-        pair.b.flush()
-        pair.a.read()
-    assert abs(len(pair.b.bodies[1]) - len(pair.b.bodies[3])) <= 2 * frames.CHUNK
-    pair.settle()
-    pair.check()
-
-
 def test_data_is_sent_as_views_of_the_callers_memory() -> None:
     """A large buffer is never copied on its way to `send`."""
     pair = Pair()
@@ -170,7 +147,7 @@ def test_data_is_sent_as_views_of_the_callers_memory() -> None:
 
 
 def test_a_receiver_that_uses_nothing_is_sent_one_window_of_credit_and_no_more() -> None:
-    """Other streams go on meanwhile, and the stalled one goes on once its data is used."""
+    """Other streams continue meanwhile, and the stalled one continues once its data is used."""
     pair = Pair(uses=False)
     pair.a.say(1, content(1, CREDIT_WINDOW + 2 * MB))
     pair.settle()
@@ -242,17 +219,6 @@ def test_forget_drops_what_waits_and_leaves_the_others_alone() -> None:
     assert pair.b.bodies[3] == pair.a.sent_bodies[3]
 
 
-def test_queued_counts_what_has_not_been_sent() -> None:
-    pair = Pair(uses=False)
-    assert pair.a.mux.queued(1) == 0
-    pair.a.mux.send(1, b"head", large=True)
-    pair.a.mux.send_data(1, bytes(CREDIT_WINDOW))
-    pair.a.mux.send_data(1, bytes(1234))
-    assert pair.a.mux.queued(1) == CREDIT_WINDOW + 1234
-    pair.settle()
-    assert pair.a.mux.queued(1) == 1234
-
-
 # ---- the window follows the link
 
 
@@ -284,13 +250,6 @@ class Link:
         return max(0.0, self._free - self.now)
 
 
-def test_the_window_grows_on_a_fast_link() -> None:
-    """1 GB/s at 50 ms needs 50 MB under way: the window opens as far as it may."""
-    window = Window()
-    Link(window, rate=1e9, base=0.05).run(2)
-    assert window.size == Window.CEILING
-
-
 @pytest.mark.parametrize("rate", [1e6, 10e6, 100e6])
 def test_the_window_fills_a_link_without_filling_its_queues(rate: float) -> None:
     """It carries the link's rate, and what a cancel waits behind stays around a third of a second."""
@@ -310,24 +269,8 @@ def test_the_window_shrinks_when_the_link_slows_down() -> None:
     assert link.delay < 0.4
 
 
-def test_a_very_slow_link_is_held_to_the_floor() -> None:
-    """1 Mbit/s: half a second of that link may be under way, no more."""
-    link = Link(Window(), rate=125e3, base=0.05)
-    link.run(60)
-    assert link.window.size == Window.FLOOR
-    assert link.delay < 0.6
-
-
-def test_the_window_stays_within_its_bounds_whatever_it_observes() -> None:
-    window = Window()
-    for step in range(2000):
-        window.observe((step * 7919 % 1000) / 250, step * 0.01)
-        assert Window.FLOOR <= window.size <= Window.CEILING
-        assert 8 * 1024 <= window.chunk <= frames.CHUNK
-
-
 def test_a_new_connection_may_have_a_longer_way() -> None:
-    """From the office network to a phone: the old round trip is no measure for the new one."""
+    """From the office network to a phone: the old round trip says nothing about the new one."""
     pair = Pair()
     Link(pair.a.mux.window, rate=1e8, base=0.001).run(1)
     pair.cut()
@@ -362,7 +305,7 @@ def test_a_hello_that_has_heard_frames_never_sent_is_refused() -> None:
 
 
 def test_a_hello_that_has_forgotten_what_it_acknowledged_is_refused() -> None:
-    """A side that starts anew under the old name: what it forgot cannot be sent again, so nothing may go on."""
+    """A side that starts anew under the old name: what it forgot is lost, so nothing may follow."""
     pair = Pair()
     for _ in range(5):
         pair.a.say(1, b"one")

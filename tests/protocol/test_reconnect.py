@@ -161,7 +161,7 @@ def test_a_cut_in_the_middle_of_a_large_message_goes_on_where_it_stopped() -> No
 
 
 def test_a_side_that_is_away_for_a_long_time_costs_one_window() -> None:
-    """What is queued stays in its owner's memory: nothing is sent, or kept a second time, while nobody listens."""
+    """What is queued stays in its owner's memory: nothing is sent, or kept a second time, without a listener."""
     pair = Pair()
     pair.settle()
     pair.cut()

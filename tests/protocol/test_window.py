@@ -11,7 +11,7 @@ KB = 1024
 
 
 def grown(elapsed: float, times: int) -> tuple[Window, float]:
-    """A window after so many acknowledgements, each of a frame that was sent after the one before came."""
+    """A window after `times` acknowledgements, each of a frame that was sent after the one before came."""
     window, now = Window(), 100.0
     for _ in range(times):
         now += elapsed

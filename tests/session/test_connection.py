@@ -102,7 +102,7 @@ class Stream:
         self.agent.sendall(b"".join(frames))
 
     def hello(self, received: int = 0) -> None:
-        about: dict[str, Any] = {"address": "192.0.2.1", "gpus": 0, "cpus": 1, "received": received}
+        about: dict[str, Any] = {"address": "192.0.2.1", "gpus": 0, "received": received}
         self.say(frame(HELLO, 0, filled(messages.AgentHello, protocol=VERSION, **about).encode()))
 
     def heard(self) -> list[tuple[int, bytes]]:
@@ -854,7 +854,7 @@ def test_who_this_is_and_what_it_has_received_is_said_first(bench: Bench) -> Non
     ((kind, payload),) = bench.stream.heard()
     assert kind == HELLO
     hello = messages.expect(messages.ClientHello, payload)
-    assert (hello.protocol, hello.received, hello.lease, hello.name, hello.local) == (VERSION, 0, 60, "node1", False)
+    assert (hello.protocol, hello.received, hello.lease, hello.local) == (VERSION, 0, 60, False)
 
 
 def test_waiting_ends_with_the_connection(bench: Bench) -> None:

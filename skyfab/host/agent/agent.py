@@ -23,7 +23,7 @@ from skyfab.host.agent.poller import READ, WRITE, Poller
 from skyfab.host.agent.uploads import Uploads
 from skyfab.host.agent.workers import Workers
 from skyfab.protocol import VERSION, messages
-from skyfab.protocol.messages import AgentHello, ClientHello
+from skyfab.protocol.messages import ClientHello
 from skyfab.protocol.mux import Mux
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
@@ -52,7 +52,7 @@ class Agent:
         """The connection that has ended, kept until `_judge_at`, when `_judge` checks if a direction is still open."""
         self._judge_at = 0.0
         self._local = False
-        """The client runs on this host: there is no network in between."""
+        """The client runs on this host, without a network in between."""
         self._lease = Lease()
         self._pace = 1.0
         """Seconds between time checks of an idle loop."""
@@ -174,7 +174,7 @@ class Agent:
                 self._poller.add(connection.source, READ, lambda: self._consider(connection))
                 self._waiting.add(connection)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            print(f"a link that is none: {error!r}", file=sys.stderr)
+            print(f"not a link: {error!r}", file=sys.stderr)
             for fd in fds:
                 os.close(fd)
             link.close()
@@ -194,25 +194,8 @@ class Agent:
         if self._ended is not None:  # the client still runs, so why that one ended no longer matters
             self._close_ended()
         self._connection = connection
-        self.mux.attach(self._hello())
+        self.mux.attach(self._host_info.hello(self.mux.received).encode())
         self.flush()
-
-    def _hello(self) -> bytes:
-        return AgentHello(
-            protocol=VERSION,
-            received=self.mux.received,
-            python=f"{sys.version_info[0]}.{sys.version_info[1]}",
-            cloudpickle=self._host_info.cloudpickle,
-            hostname=self._host_info.name,
-            address=self._host_info.address,
-            addresses=self._host_info.addresses(),
-            network=self._host_info.network,
-            gpus=self._host_info.gpus,
-            cpus=self._host_info.cpus,
-            platform=self._host_info.platform,
-            pid=os.getpid(),
-            executable=sys.executable,
-        ).encode()
 
     def _read(self) -> None:
         assert self._connection is not None
@@ -273,7 +256,7 @@ class Agent:
         """Decides whether the program or only the connection has ended. A client that opens further ones still runs."""
         assert self._ended is not None
         if (self._local or self._ended.is_there()) and not self._waiting:
-            self._lease.program_ended()
+            self._lease.is_program_ended = True
         what = "the program has ended" if self._lease.is_program_ended else "the connection has ended"
         print(f"{what}: its client has {self._lease.seconds:g} s to come back", file=sys.stderr)
         self._close_ended()

@@ -70,7 +70,7 @@ class Connection:
 
 
 def _server_of(link: socket.socket) -> tuple[int, str] | None:
-    """The pid of the sshd that the link belongs to, and its start time; None if there is none or it cannot be found."""
+    """The pid of the sshd that the link belongs to, and its start time; None if it has none or it is not found."""
     try:
         peer = link.getsockopt(SOL_SOCKET, SO_PEERCRED, 12)
     except OSError:

@@ -66,6 +66,6 @@ def _used(torch: Any) -> list[int]:
 
 
 def _probe(torch: Any, device: int) -> None:
-    """Raises if the device cannot be used. Never waits for running kernels: one may be a collective that hangs."""
+    """Raises if the device is unusable. Never waits for running kernels: one may be a collective that hangs."""
     if torch.cuda.current_stream(device).query():
         torch.zeros(1, device=f"cuda:{device}").item()

@@ -1,4 +1,4 @@
-"""Message handlers of the agent: one method per client message. Scheduling is done by the client, not here."""
+"""Message handlers of the agent: `on_OP` for each client message. Scheduling is done by the client, not here."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ from skyfab.protocol.messages import Done
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
-    from typing import Any, Final
-
     from skyfab.host.agent.poller import Poller
     from skyfab.host.agent.uploads import Uploads
     from skyfab.host.agent.workers import Workers
@@ -49,7 +47,7 @@ class Handlers:
     def take(self, stream: int, head: bytes, data: Data) -> None:
         message = messages.decode(head)
         try:
-            self._OPERATIONS[type(message)](self, stream, message, head, data)
+            getattr(self, f"on_{message.op}")(stream, message, head, data)
         except Exception as error:
             self._uploads.fail(stream, error)
 
@@ -69,7 +67,7 @@ class Handlers:
 
     # ---- processes and calls
 
-    def _spawn(self, stream: int, message: messages.Spawn, head: bytes, data: Data) -> None:
+    def on_spawn(self, stream: int, message: messages.Spawn, head: bytes, data: Data) -> None:
         listener = self._ports.hand_over(message.port)
         try:
             folder = place(message.workdir, self._cache)
@@ -92,7 +90,7 @@ class Handlers:
             if listener >= 0:
                 os.close(listener)
 
-    def _call(self, stream: int, message: messages.Call, head: bytes, data: Data) -> None:
+    def on_call(self, stream: int, message: messages.Call, head: bytes, data: Data) -> None:
         worker = self._workers.get(message.worker)
         if worker is None:
             self._refuse(stream, message.worker)
@@ -128,7 +126,7 @@ class Handlers:
             for at in range(0, len(part), CHUNK):
                 worker.tell_data(0, part[at : at + CHUNK])
 
-    def _function(self, stream: int, message: messages.Function, head: bytes, data: Data) -> None:
+    def on_function(self, stream: int, message: messages.Function, head: bytes, data: Data) -> None:
         if data is not None:
             self._functions[message.digest] = (head, bytes(data))
         else:
@@ -136,7 +134,7 @@ class Handlers:
             self._functions[message.digest] = (head, content)
             self._uploads.expect(stream, message.parts, content)
 
-    def _forget(self, stream: int, message: messages.Forget, head: bytes, data: Data) -> None:
+    def on_forget(self, stream: int, message: messages.Forget, head: bytes, data: Data) -> None:
         for digest in message.digests:
             self._functions.pop(digest, None)
         for worker in self._workers:
@@ -144,19 +142,18 @@ class Handlers:
             if not worker.calls:  # a queued call may use such a function
                 worker.tell(0, head, b"")
 
-    def _cancel(self, stream: int, message: messages.Cancel, head: bytes, data: Data) -> None:
-        for worker in self._workers:
-            worker.cancel(message.stream)
-
-    def _unassign(self, stream: int, message: messages.Unassign, head: bytes, data: Data) -> None:
+    def on_cancel(self, stream: int, message: messages.Cancel, head: bytes, data: Data) -> None:
         for worker in self._workers:
             for call in message.streams:
-                worker.take_back(call, "unassigned")
+                if message.begun:
+                    worker.cancel(call)
+                else:
+                    worker.take_back(call, "unassigned")
 
-    def _stop_worker(self, stream: int, message: messages.StopWorker, head: bytes, data: Data) -> None:
+    def on_stop_worker(self, stream: int, message: messages.StopWorker, head: bytes, data: Data) -> None:
         self._workers.release(message.worker)
 
-    def _detach(self, stream: int, message: messages.Detach, head: bytes, data: Data) -> None:
+    def on_detach(self, stream: int, message: messages.Detach, head: bytes, data: Data) -> None:
         if not message.run.isalnum():  # it becomes the name of a folder
             raise ProtocolError(f"not the name of a run: {message.run!r:.80}")
         if self.record is not None:
@@ -165,20 +162,20 @@ class Handlers:
         self._workers.keep_in(self.record)
         self._mux.send(stream, Done().encode())
 
-    def _dump_stacks(self, stream: int, message: messages.DumpStacks, head: bytes, data: Data) -> None:
+    def on_dump_stacks(self, stream: int, message: messages.DumpStacks, head: bytes, data: Data) -> None:
         self._mux.send(stream, Done(text=self._workers.dump_stacks(message.worker)).encode())
 
-    def _report(self, stream: int, message: messages.Written, head: bytes, data: Data) -> None:
+    def on_written(self, stream: int, message: messages.Written, head: bytes, data: Data) -> None:
         if message.fetched:
             self._written.fetched(message.fetched)
         self._mux.send(stream, Done(text="" if message.fetched else json.dumps(self._written.report())).encode())
 
     # ---- content, ports
 
-    def _has(self, stream: int, message: messages.Has, head: bytes, data: Data) -> None:
+    def on_has(self, stream: int, message: messages.Has, head: bytes, data: Data) -> None:
         self._mux.send(stream, messages.Missing(names=self._store.missing(message.names)).encode())
 
-    def _blob(self, stream: int, message: messages.Blob, head: bytes, data: Data) -> None:
+    def on_blob(self, stream: int, message: messages.Blob, head: bytes, data: Data) -> None:
         inline_size(message.parts)
         writer = self._store.writer(message.name, keep=message.keep)
         if data is None:
@@ -186,37 +183,18 @@ class Handlers:
         else:
             self._uploads.keep(stream, writer, data)
 
-    def _tree(self, stream: int, message: messages.Tree, head: bytes, data: Data) -> None:
+    def on_tree(self, stream: int, message: messages.Tree, head: bytes, data: Data) -> None:
         self._store.lay_out(message.digest, message.files)
         self._mux.send(stream, Done().encode())
 
-    def _listen(self, stream: int, message: messages.Listen, head: bytes, data: Data) -> None:
+    def on_listen(self, stream: int, message: messages.Listen, head: bytes, data: Data) -> None:
         self._mux.send(stream, Done(text=str(self._ports.open(message.address, message.word))).encode())
 
-    def _unlisten(self, stream: int, message: messages.Unlisten, head: bytes, data: Data) -> None:
+    def on_unlisten(self, stream: int, message: messages.Unlisten, head: bytes, data: Data) -> None:
         self._ports.close(message.port)
 
-    def _probe_peers(self, stream: int, message: messages.ProbePeers, head: bytes, data: Data) -> None:
+    def on_probe_peers(self, stream: int, message: messages.ProbePeers, head: bytes, data: Data) -> None:
         def done(found: list[list[str]]) -> None:
             self._mux.send(stream, messages.PeersProbed(found=found).encode())
 
         PeerProbe(message.peers, message.timeout, self._poller, done)
-
-    _OPERATIONS: Final[dict[type[messages.Message], Any]] = {
-        messages.Spawn: _spawn,
-        messages.Call: _call,
-        messages.Function: _function,
-        messages.Forget: _forget,
-        messages.Cancel: _cancel,
-        messages.Unassign: _unassign,
-        messages.StopWorker: _stop_worker,
-        messages.DumpStacks: _dump_stacks,
-        messages.Detach: _detach,
-        messages.Written: _report,
-        messages.Has: _has,
-        messages.Blob: _blob,
-        messages.Tree: _tree,
-        messages.Listen: _listen,
-        messages.Unlisten: _unlisten,
-        messages.ProbePeers: _probe_peers,
-    }

@@ -3,49 +3,54 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import socket
 import sys
-from importlib.util import find_spec
+
+from skyfab.protocol import VERSION
+from skyfab.protocol.messages import AgentHello
 
 
 class HostInfo:
     """Facts about this host that are cheap to read."""
 
     def __init__(self) -> None:
-        self.name = socket.gethostname()
-        self.address = "127.0.0.1"
+        self._name = socket.gethostname()
+        self._address = "127.0.0.1"
         self.cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self.gpus = _gpus()
         self.platform = f"{sys.platform}-{os.uname().machine}"
-        self.cloudpickle = _cloudpickle()
         self._kills = _out_of_memory_kills()
 
     def reached_through(self, connection: str) -> None:
         """Takes the host's address from sshd's ``SSH_CONNECTION``, because that one is known to work."""
         words = connection.split()
         if len(words) == 4:
-            self.address = words[2]
+            self._address = words[2]
 
-    def addresses(self) -> list[list[str]]:
-        """Addresses at which other hosts may reach it: pairs of interface, and address with prefix length.
+    def hello(self, received: int) -> AgentHello:
+        """The agent's first message on a connection; `received` is the number of frames received before."""
+        return AgentHello(
+            protocol=VERSION,
+            received=received,
+            python=f"{sys.version_info[0]}.{sys.version_info[1]}",
+            hostname=self._name,
+            address=self._address,
+            addresses=addresses(),
+            network=self._network(),
+            gpus=self.gpus,
+            platform=self.platform,
+            pid=os.getpid(),
+            executable=sys.executable,
+        )
 
-        Loopback and IPv6 link-local addresses are left out, and so are IPv4 interfaces that are down. Empty if the
-        system is not Linux.
-        """
-        if not sys.platform.startswith("linux"):
-            return []
-        return [*_ipv4(), *_ipv6()]
-
-    @property
-    def network(self) -> str:
+    def _network(self) -> str:
         """Identifies the network stack. Agents with the same value reach each other at any address, even loopback."""
         try:
             with open("/proc/sys/kernel/random/boot_id") as file:
                 return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
         except OSError:
-            return self.name
+            return self._name
 
     def describe_end(self, exitcode: int) -> str:
         """Describes how a process with this exit code ended."""
@@ -60,6 +65,15 @@ class HostInfo:
             self._kills = kills
             return "its process was killed because the host ran out of memory"
         return f"its process was killed by {name}"
+
+
+def addresses() -> list[list[str]]:
+    """Addresses at which other hosts may reach this one: pairs of interface, and address with prefix length.
+
+    Loopback and IPv6 link-local addresses are left out, and so are IPv4 interfaces that are down. Empty if the system
+    is not Linux.
+    """
+    return [*_ipv4(), *_ipv6()] if sys.platform.startswith("linux") else []
 
 
 _UP, _LOOPBACK = 0x1, 0x8
@@ -104,16 +118,6 @@ def _ipv6() -> list[list[str]]:
         for address, _, prefix, scope, flags, name in words
         if scope == "00" and not int(flags, 16) & 0x68
     ]
-
-
-def _cloudpickle() -> str:
-    """The version of the cloudpickle that workers will import, read from its source to avoid the import."""
-    spec = find_spec("cloudpickle")
-    if spec is None or spec.origin is None:
-        return "none"
-    with open(spec.origin) as source:
-        found = re.search(r"__version__ = [\"'](.*?)[\"']", source.read())
-    return found[1] if found else "unknown"
 
 
 def _gpus() -> int:

@@ -1,7 +1,7 @@
-"""Tells which package a worker is importing. Some take many seconds, as torch does from a cold disk.
+"""Reports which package a worker is importing. Some take many seconds, as torch does from a cold disk.
 
-Only the outermost import of a package that is neither in the standard library nor the project's own is told: at most a
-few in the life of a worker. How long is long is decided where it is shown.
+Only the outermost import of a package that is neither in the standard library nor the project's own is reported: at
+most a few in the life of a worker. The client decides after how many seconds it is shown.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class ImportFinder:
-    """The first finder in `sys.meta_path`: finds what the others do, and has imports of packages told."""
+    """The first finder in `sys.meta_path`: finds what the others do, and reports imports of packages."""
 
-    def __init__(self, tell: Callable[[str], None], own: Sequence[str]) -> None:
-        """`tell` is called with the name of a package whose import begins, and with an empty string when it has ended.
+    def __init__(self, report: Callable[[str], None], own: Sequence[str]) -> None:
+        """`report` is called with the name of a package whose import begins, and with an empty string at its end.
 
         `own` are the project's folders.
         """
-        self._tell = tell
+        self._report = report
         self._own = tuple(own)
         self._thread = get_ident()
         self._inside = False
@@ -42,7 +42,7 @@ class ImportFinder:
         return None
 
     def _watch(self, spec: ModuleSpec) -> None:
-        """Has the import told, if it is that of a package that is not the project's."""
+        """Reports the import, if it is that of a package that is not the project's."""
         loader = spec.loader
         if type(loader) is not SourceFileLoader or not spec.submodule_search_locations:
             return
@@ -52,11 +52,11 @@ class ImportFinder:
         def exec_module(module: ModuleType) -> None:
             del loader.exec_module
             self._inside = True
-            self._tell(spec.name)
+            self._report(spec.name)
             try:
                 loader.exec_module(module)
             finally:
                 self._inside = False
-                self._tell("")
+                self._report("")
 
         loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -28,7 +28,8 @@ class Lease:
         self._clock = clock
         self._seconds = _FIRST
         self._alone_since = clock()
-        self._ended = False
+        self.is_program_ended = False
+        """The connection ended because the client's program did, as it seems."""
 
     def agree(self, seconds: float) -> None:
         """Sets the lease that the client has requested."""
@@ -37,21 +38,12 @@ class Lease:
     def disconnected(self) -> None:
         """The connection was lost."""
         self._alone_since = self._clock()
-        self._ended = False
-
-    def program_ended(self) -> None:
-        """The connection ended because the client's program did."""
-        self._ended = True
-
-    @property
-    def is_program_ended(self) -> bool:
-        """Whether the client program seems to have ended."""
-        return self._ended
+        self.is_program_ended = False
 
     @property
     def seconds(self) -> float:
         """How long to wait for the client in the current state."""
-        return min(self._seconds, _ENDED) if self._ended else self._seconds
+        return min(self._seconds, _ENDED) if self.is_program_ended else self._seconds
 
     def until(self, heard: float | None) -> float:
         """When the lease expires. `heard` is when the last frame was received; None if no client is connected."""

@@ -115,7 +115,7 @@ class LogPipe:
         """Whether reading is suspended until the client has caught up."""
         return bool(self._unkept) or self.end - self._sent > _MOST
 
-    def told(self, mark: int) -> bool:
+    def is_sent(self, mark: int) -> bool:
         """Whether everything up to `mark` has been given to the connection."""
         return self._sent - self._mux.queued(self._stream) >= mark
 

@@ -26,7 +26,7 @@ from skyfab.host.agent.imports import ImportFinder
 from skyfab.host.agent.store import map_blob
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import Assembly, split
-from skyfab.protocol.frames import BYE, CHUNK, DATA, HEAD, HEADER, Reader, data_header, frame
+from skyfab.protocol.frames import BYE, CHUNK, DATA, HEAD, Reader, data_header, frame, head_frame
 from skyfab.protocol.mux import SMALL
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
@@ -87,13 +87,13 @@ def _no_keyboard(*args: Any, **kwargs: Any) -> Any:
     """Replaces `breakpoint()` in a worker, unless PYTHONBREAKPOINT names something other than pdb."""
     if os.environ.get("PYTHONBREAKPOINT", "") not in ("", "pdb.set_trace"):
         return sys.__breakpointhook__(*args, **kwargs)  # noqa: T100
-    raise RuntimeError("breakpoint() in a rank: no keyboard is connected to this process, so a debugger cannot be used")
+    raise RuntimeError("breakpoint() in a rank: no keyboard is connected to this process, so a debugger does not work")
 
 
 def _no_workdir(folder: str, error: OSError) -> Exception:
     name = f"the working folder {folder}" if folder else "the working folder"
     return HostUnfit(
-        f"{name} cannot be used: {error}",
+        f"cannot use {name}: {error}",
         hint='choose another one (Compute(workdir="/path"), workdir = … in the inventory), or workdir="temp"',
     )
 
@@ -251,8 +251,7 @@ class Worker:
                 why, text = "not_plain", str(error)
             self._answer(stream, messages.Ended(why=why, text=_cut(text), traceback=_cut(_trace(error))).encode())
             return
-        kind = messages.PlainResult if self._plain else messages.Result
-        self._answer(stream, kind.head(parts=_sizes(payload)), payload)
+        self._answer(stream, messages.Result.head(parts=_sizes(payload), plain=self._plain), payload)
 
     def _function(self, digest: str) -> Any:
         found = self._functions[digest]
@@ -345,9 +344,9 @@ class Worker:
     # ---- replying
 
     def importing(self, name: str, module: str) -> None:
-        """Tells the agent which package is imported; an empty string for none. Children of this process do not."""
+        """Reports to the agent which package is imported; an empty string for none. Children of this process do not."""
         if os.getpid() == self._pid:
-            self._send(frame(HEAD, 0, messages.Importing(worker=name, module=module).encode()))
+            self._send(head_frame(0, messages.Importing(worker=name, module=module).encode()))
 
     def _end_child(self, code: int) -> None:
         """Exits if this is a child that the function forked and that returned from the function too."""
@@ -356,20 +355,11 @@ class Worker:
 
     def _answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
         self._end_child(0)
-        if payload is not None and not payload.buffers and len(payload.data) + len(message) <= SMALL:
-            size = len(message)
-            whole = HEADER.pack(HEAD, size, stream, size + len(payload.data)) + message + payload.data
-            sent = os.write(self._sink, whole)
-            if sent < len(whole):
-                self._send(memoryview(whole)[sent:])
-            return
         pieces: tuple[Buffer, ...] = () if payload is None else (payload.data, *payload.buffers)
-        total = sum(map(len, pieces))
-        if total <= SMALL and len(message) <= SMALL:
-            header = HEADER.pack(HEAD, len(message), stream, len(message) + total)
-            self._send(b"".join((header, message, *pieces)))
+        if sum(map(len, pieces)) <= SMALL and len(message) <= SMALL:
+            self._send(head_frame(stream, message, pieces))
             return
-        self._send(frame(HEAD, stream, message))
+        self._send(head_frame(stream, message))
         for piece in pieces:
             part = memoryview(piece)
             for at in range(0, len(part), CHUNK):

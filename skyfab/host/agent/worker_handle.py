@@ -11,9 +11,10 @@ import os
 import signal
 from collections import deque
 
+from skyfab.host.agent.poller import WRITE
 from skyfab.host.agent.worker_output import WorkerOutput
 from skyfab.protocol import messages
-from skyfab.protocol.frames import HEAD, HEADER, data_header
+from skyfab.protocol.frames import data_header, head_frame
 from skyfab.protocol.pipes import widen
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
@@ -73,10 +74,8 @@ class WorkerHandle:
         for fd in (self.source, self.sink):
             os.set_blocking(fd, False)
             widen(fd)
-        self.waits_to_write = False
-        """The pipe to the worker is full, and the poller waits until it is writable."""
         self.pipelined = False
-        """Calls are sent to the process as they arrive. They cannot be taken back."""
+        """Calls are sent to the process as they arrive. They are not taken back."""
         self.stopping = False
         self._kill_at: float | None = None
         """When it is killed, if it has not exited by then."""
@@ -131,7 +130,7 @@ class WorkerHandle:
 
     def _queue(self, line: list[Piece] | deque[Piece], *pieces: Piece) -> None:
         line.extend(pieces)
-        if line is self._out and not self.waits_to_write:
+        if line is self._out and self.sink not in self._owner.poller:
             self._owner.dirty.add(self)  # frames that arrive together are written together
 
     def flush(self) -> None:
@@ -140,12 +139,11 @@ class WorkerHandle:
                 buffers = [entry[0] for entry in itertools.islice(self._out, 32)]
                 self._consume(os.writev(self.sink, buffers))
         except BlockingIOError:
-            self._owner.writable(self, True)
+            self._owner.poller.add(self.sink, WRITE, self.flush)
             return
         except OSError:  # the worker has exited; the zygote reports it
             self._out.clear()
-        if self.waits_to_write:
-            self._owner.writable(self, False)
+        self._owner.poller.drop(self.sink)
 
     def _consume(self, sent: int) -> None:
         while sent:
@@ -253,8 +251,7 @@ class WorkerHandle:
     def announce_end(self) -> None:
         """Sends Exited before the end of a reply, so that the client sends no further call to a stopping process."""
         if self.stopping:
-            exited = messages.Exited(worker=self.name, generation=self.generation, text="it is ending", exitcode=0)
-            self._owner.mux.send(0, exited.encode())
+            self._owner.mux.send(0, messages.Exited(worker=self.name, generation=self.generation).encode())
 
     def kill(self) -> None:
         """Kills the process and its group."""
@@ -270,8 +267,8 @@ class WorkerHandle:
         self._kill_at = None
         broken = self.output.finish()
         mux = self._owner.mux
-        exited = messages.Exited(worker=self.name, generation=self.generation, text=text, exitcode=exitcode)
-        mux.send(0, exited.encode())  # before the replies: when those arrive, the client must know the worker is free
+        # Before the replies: when those arrive, the client must know that the worker is free.
+        mux.send(0, messages.Exited(worker=self.name, generation=self.generation).encode())
         for call in self.calls:
             if call.stream == broken:
                 mux.forget(call.stream)
@@ -304,6 +301,4 @@ def _pipes() -> tuple[int, int, int, int]:
 
 def _opening(stream: int, head: bytes, data: Buffer | None) -> Piece:
     """The HEAD frame of a message, with its data if that is small."""
-    if data is None:
-        return HEADER.pack(HEAD, 0, stream, len(head)) + head, 0, 0
-    return b"".join((HEADER.pack(HEAD, len(head), stream, len(head) + len(data)), head, data)), 0, 0
+    return head_frame(stream, head, None if data is None else (data,)), 0, 0

@@ -8,6 +8,7 @@ import select
 from collections import deque
 
 from skyfab.errors import ProtocolError
+from skyfab.host.agent.poller import READ
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import inline_size
 from skyfab.protocol.frames import BYE, DATA, HEAD, HEADER, Reader
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from typing import Any, Final, Protocol
 
     from skyfab.host.agent.logs import LogPipe
+    from skyfab.host.agent.poller import Poller
     from skyfab.host.agent.run_folder import RunFolder
     from skyfab.protocol.frames import Buffer
     from skyfab.protocol.mux import Mux
@@ -45,6 +47,7 @@ class Owner(Protocol):
     """The part of the agent that a worker's handle uses."""
 
     mux: Mux | RunFolder
+    poller: Poller
     dirty: set[Any]
     """Workers with queued frames to flush."""
     stuck: set[Any]
@@ -61,8 +64,6 @@ class Owner(Protocol):
     def kill(self, worker: Any, number: int = ...) -> None: ...
     def abandon(self, stream: int) -> None: ...
     def drain(self, log: LogPipe) -> None: ...
-    def writable(self, worker: Any, wanted: bool) -> None: ...
-    def readable(self, worker: Any, wanted: bool) -> None: ...
 
 
 class WorkerOutput:
@@ -93,7 +94,7 @@ class WorkerOutput:
             pass
         except ProtocolError:  # user code wrote to our pipe: only this worker must be killed
             self._worker.kill()
-        self._owner.readable(self._worker, False)  # the pipe is closed
+        self._owner.poller.drop(self._worker.source)  # the pipe is closed
 
     def place(self, stream: int, length: int) -> memoryview:
         return memoryview(bytearray(length))
@@ -131,24 +132,24 @@ class WorkerOutput:
                     self._owner.drain(log)
             if any(log.waiting for log in self._logs):
                 marks = self._marks()
-        if not self._stalled and marks is not None and self._told(marks):
+        if not self._stalled and marks is not None and self._are_sent(marks):
             self._pass_on(kind, stream, payload, head)
         else:
             self._stalled.append((marks, kind, stream, bytes(payload), head))
             self._pause()
 
     def _marks(self) -> tuple[int, ...] | None:
-        """The current position of each log; None while some output cannot be read because its log is stopped."""
+        """The current position of each log; None while some output waits because its log is stopped."""
         if any(log.stopped for log in self._logs) or self._poll.poll(0):
             return None
         return tuple(log.end for log in self._logs)
 
-    def _told(self, marks: tuple[int, ...]) -> bool:
+    def _are_sent(self, marks: tuple[int, ...]) -> bool:
         """Whether the logs are forwarded up to these positions, so that the reply may follow; flushes if not."""
-        if not marks or all(log.told(mark) for log, mark in zip(self._logs, marks, strict=True)):
+        if not marks or all(log.is_sent(mark) for log, mark in zip(self._logs, marks, strict=True)):
             return True
         self._owner.flush()
-        return all(log.told(mark) for log, mark in zip(self._logs, marks, strict=True))
+        return all(log.is_sent(mark) for log, mark in zip(self._logs, marks, strict=True))
 
     def _pass_on(self, kind: int, stream: int, payload: Buffer, head: int) -> None:
         mux = self._owner.mux
@@ -171,7 +172,7 @@ class WorkerOutput:
 
     def _pause(self) -> None:
         self._owner.stuck.add(self._worker)
-        self._owner.readable(self._worker, False)
+        self._owner.poller.drop(self._worker.source)
 
     def _relay(self, stream: int, payload: Buffer) -> None:
         if self._answer is None:
@@ -199,7 +200,7 @@ class WorkerOutput:
         if self._stalled or (self._answer is not None and self._owner.mux.queued(self._answer[0]) >= _BACKLOG // 2):
             return len(self._stalled) < before
         self._owner.stuck.discard(self._worker)
-        self._owner.readable(self._worker, True)
+        self._owner.poller.add(self._worker.source, READ, self.read)
         return True
 
     def _is_next(self) -> bool:
@@ -210,7 +211,7 @@ class WorkerOutput:
             if marks is None:
                 return False
             self._stalled[0] = (marks, *frame)  # type: ignore[assignment]
-        return self._told(marks)
+        return self._are_sent(marks)
 
     def finish(self) -> int | None:
         """The process has exited: forwards all it sent. Returns the stream of an incomplete reply, or None."""

@@ -11,7 +11,7 @@ import time
 from skyfab.context import STACKS
 from skyfab.errors import ProtocolError
 from skyfab.host.agent.logs import LogPipe
-from skyfab.host.agent.poller import READ, WRITE
+from skyfab.host.agent.poller import READ
 from skyfab.host.agent.worker_handle import WorkerHandle
 from skyfab.host.agent.zygote import Zygote
 from skyfab.protocol import messages
@@ -70,7 +70,7 @@ class Workers:
         self.busy = False
         """The last round of the event loop could not relay everything."""
         self.behind: set[LogPipe] = set()
-        self._poller = poller
+        self.poller = poller
         self._zygote = zygote
         self._logs = logs
         self._describe_end = host_info.describe_end
@@ -118,13 +118,12 @@ class Workers:
         self._workers[name] = worker
         for log in logs:
             self._on_output(log)
-        self.readable(worker, True)
+        self.poller.add(worker.source, READ, worker.output.read)
 
     def fail(self, name: str, generation: int, rank: int, error: Exception) -> None:
         """A process could not be started. Calls to it may already be in flight; their replies will give the error."""
-        text = _not_started(error)
-        self.not_started[name] = (rank, text)
-        self.mux.send(0, messages.Exited(worker=name, generation=generation, text=text).encode())
+        self.not_started[name] = (rank, _not_started(error))
+        self.mux.send(0, messages.Exited(worker=name, generation=generation).encode())
 
     def _log(
         self, worker: str, rank: int, fd: int, theirs: contextlib.ExitStack, ours: contextlib.ExitStack
@@ -189,28 +188,15 @@ class Workers:
     def kill(self, worker: WorkerHandle, number: int = signal.SIGKILL) -> None:
         self._zygote.kill(worker.number, number)
 
-    def writable(self, worker: WorkerHandle, wanted: bool) -> None:
-        if wanted:
-            self._poller.add(worker.sink, WRITE, worker.flush)
-        else:
-            self._poller.drop(worker.sink)
-        worker.waits_to_write = wanted
-
-    def readable(self, worker: WorkerHandle, wanted: bool) -> None:
-        if wanted:
-            self._poller.add(worker.source, READ, worker.output.read)
-        else:
-            self._poller.drop(worker.source)
-
     def drain(self, log: LogPipe) -> None:
         """Reads what a process has written to its stdout or stderr."""
         if not log.drain() or log.stopped:
-            self._poller.drop(log.source)
+            self.poller.drop(log.source)
         if log.waiting:
             self.behind.add(log)
 
     def _on_output(self, log: LogPipe) -> None:
-        self._poller.add(log.source, READ, lambda: self.drain(log))
+        self.poller.add(log.source, READ, lambda: self.drain(log))
 
     # ---- every round of the event loop
 
@@ -246,7 +232,7 @@ class Workers:
             notices = self._zygote.notices()
         except EOFError:
             print("the zygote died: starting another", file=sys.stderr)
-            self._poller.drop(self._zygote.fileno())
+            self.poller.drop(self._zygote.fileno())
             for worker in self:  # Linux has killed the workers, but not the processes that they started
                 if worker.group:
                     with contextlib.suppress(OSError):
@@ -254,7 +240,7 @@ class Workers:
                 self._reap(worker, -signal.SIGKILL)
             self._zygote.close()
             self._zygote = Zygote()
-            self._poller.add(self._zygote.fileno(), READ, self._on_zygote)
+            self.poller.add(self._zygote.fileno(), READ, self._on_zygote)
             return
         for what, number, value in notices:
             for worker in self:
@@ -273,17 +259,17 @@ class Workers:
         if self._end_by is None:
             worker.ended(exitcode, text if exitcode is None else self._describe_end(exitcode))
         else:
-            worker.output.finish()  # no replies: the client is told that the agent has ended
+            worker.output.finish()  # no replies: the client learns that the agent has ended
         if self._workers.get(worker.name) is worker:
             del self._workers[worker.name]
         self._retire(worker)
 
     def _retire(self, worker: WorkerHandle) -> None:
-        self.readable(worker, False)
-        self.writable(worker, False)
+        self.poller.drop(worker.source)
+        self.poller.drop(worker.sink)
         for log in worker.logs:
             log.drain()
-            self._poller.drop(log.source)
+            self.poller.drop(log.source)
             log.hang_up()
             self.behind.add(log)  # what it has written is still forwarded
         for group in (self.dirty, self.stuck, self.timed):

@@ -99,14 +99,14 @@ def test_a_project_of_which_nothing_is_sent_is_not_scanned(monkeypatch: pytest.M
 def test_a_script_in_the_home_folder_brings_what_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As `skyfab run` sends it, which does not import it itself."""
     monkeypatch.setenv("HOME", str(tmp_path))
-    for name, content in {"train.py": "import helper\n", "helper.py": "", "other.py": "", "big/x.py": ""}.items():
+    for name, content in {"train.py": "import beside\n", "beside.py": "", "unused.py": "", "big/x.py": ""}.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(content)
     found = project.Project(sky.Image(program=str(tmp_path / "train.py")))
     names = [name.partition("/")[2] for name, _ in found.tree().files]
     found.close()
-    assert {"train.py", "helper.py"} <= set(names)
-    assert not {"other.py", "big/x.py"} & set(names)
+    assert {"train.py", "beside.py"} <= set(names)
+    assert not {"unused.py", "big/x.py"} & set(names)
 
 
 def test_what_other_users_keep_to_themselves_is_left_out() -> None:

@@ -61,8 +61,6 @@ TORCH = frozenset({"torch", "torchvision", "torchaudio"})
 """They come from one index: builds for different devices fail to import, which their versions do not show. torchvision
 0.28.0 of PyPI, which is built for CUDA, requires torch 2.13.0, and uv accepts 2.13.0+cpu for that.
 """
-_PYPI = "https://pypi.org/simple"
-"""uv's default index."""
 _ROCM = ("7.2", "7.1", "7.0", "6.4", "6.3", "6.2.4", "6.2", "6.1", "6.0")
 _SAID = re.compile(
     "UV_(DEFAULT_INDEX|INDEX|INDEX_URL|EXTRA_INDEX_URL|FIND_LINKS|INDEX_STRATEGY|TORCH_BACKEND|CONSTRAINT|OVERRIDE"
@@ -198,7 +196,7 @@ class Resolver:
         """Find-links, then the indexes, the default index last."""
         links = self.environ.get("UV_FIND_LINKS", "").split(",")
         has_default = self.environ.get("UV_DEFAULT_INDEX") or self.environ.get("UV_INDEX_URL")
-        found = [*uv.configured(self.environ), *([] if has_default else [_PYPI])]
+        found = [*uv.configured(self.environ), *([] if has_default else uv.default_index())]
         return sorted((url for url in found if url != NO_INDEX), key=lambda url: url not in links)
 
     def _with_torch_from(self, sources: Sequence[str], *, large: bool = False) -> str:

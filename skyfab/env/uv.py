@@ -204,6 +204,12 @@ def configured(environ: Mapping[str, str]) -> tuple[str, ...]:
     return (*places, *([re.sub(r"^[\w.-]+=", "", default)] if default else []))
 
 
+def default_index() -> list[str]:
+    """The index that uv uses if no variable names one: that of its configuration files, or its own."""
+    text = run_uv("pip", "compile", "-", "--emit-index-url", "--no-header", "--quiet", "--offline")
+    return re.findall(r"^--index-url (\S+)", text, re.MULTILINE)
+
+
 def logins(environ: Mapping[str, str]) -> dict[str, tuple[str, str]]:
     """User and password by origin, from the indexes' URLs and from UV_INDEX_<NAME>_USERNAME and _PASSWORD."""
     found = {origin(url): pair for url in configured(environ) if (pair := userinfo(url))}

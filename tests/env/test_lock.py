@@ -896,3 +896,13 @@ def test_a_pip_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkey
     monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
     with pytest.raises(UsageError, match=r"cannot read pip's configuration .*pip\.conf"):
         lock_of("app")
+
+
+def test_the_default_index_is_that_of_uvs_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried for torch, too, although no variable names it."""
+    for name in ("UV_DEFAULT_INDEX", "UV_INDEX_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    (tmp_path / "uv.toml").write_text('[[index]]\nurl = "https://mirror.example/simple"\ndefault = true\n')
+    monkeypatch.setenv("UV_CONFIG_FILE", str(tmp_path / "uv.toml"))
+    assert uv.default_index() == ["https://mirror.example/simple"]

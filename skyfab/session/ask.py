@@ -120,8 +120,12 @@ class Asker:
     def __enter__(self) -> Asker:
         return self
 
+    def stop(self) -> None:
+        """Withdraws all questions: the threads that wait for a host stop soon. Thread-safe."""
+        self._closed = True
+
     def __exit__(self, *_: object) -> None:
-        self._closed = True  # threads that still wait for a host stop by themselves
+        self.stop()
         for_each_host(_Line.end, [line for line in self._lines.values() if not line.is_idle])
 
     def is_over(self) -> bool:
@@ -212,7 +216,7 @@ class _Line:
             raise
         self._frames = _Frames(self._host, stream, self._asker.is_over)
         if self._asker.is_over():
-            raise HostLost("the question was withdrawn", host=self._host.name)
+            raise HostLost("the question was cancelled", host=self._host.name)
         self._asker.events.emit(HostState(host=self._host.name, state="ready"))
         return self._frames
 
@@ -318,10 +322,14 @@ class _Frames:
                 if "error" in about:
                     raise _failure(name, about, self._host)
                 yield Reply(about.get("value"), data)
+            self._deadline.check()
             try:
                 if not self._reader.pump(self.stream.recv_into):
                     raise self._explain()
                 heard = time.monotonic()
+            except ProtocolError as error:
+                error.host = self._host.name
+                raise
             except BlockingIOError:
                 now = time.monotonic()
                 if now - heard > _SILENCE:

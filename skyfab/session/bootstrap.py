@@ -31,7 +31,7 @@ from skyfab.ssh.refusals import by_hand
 _LOG: Final = logging.getLogger("skyfab")
 CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
-CACHE_HINT: Final = "free some space there, or choose another folder of your own (cache = … in the inventory)"
+CACHE_HINT: Final = "free some space on it, or choose another folder that you own (cache = … in the inventory)"
 _SCRIPT: Final = one_line(read("session/bootstrap.sh"))
 _SETUP: Final = one_line(read("session/setup.sh"))
 _UNPACK: Final = read("session/unpack.py").encode()
@@ -113,7 +113,10 @@ class Bootstrap:
                     hint=_OTHER,
                 )
             else:
-                raise HostUnfit(f"cannot set up skyfab: {detail}", host=self.host.name, hint=CACHE_HINT)
+                why = detail or f"unexpected reply {word!r:.80}"
+                raise HostUnfit(
+                    f"cannot set up skyfab: {why}", host=self.host.name, hint=CACHE_HINT if detail else None
+                )
 
     def _push(self, shell: Shell) -> None:
         archive = self.bundle.archive
@@ -210,7 +213,7 @@ def log_in(
         with LOGINS.turn(transport.servers, stopped) as turn:
             stream = transport.open(launch.command(mode), stopped)
             deadline = time.monotonic() + CONNECT
-            launch.join(stream, deadline=deadline, stopped=stopped, arrived=turn.over)
+            launch.join(stream, deadline=deadline, stopped=stopped, arrived=turn.close)
         transport.joined()
     except BaseException as error:
         if isinstance(error, ServerBusy):
@@ -239,7 +242,7 @@ def open_shell(
             transport.close()
             raise
         try:
-            deadline = Deadline(host, time.monotonic() + START, stopped, turn.over)
+            deadline = Deadline(host, time.monotonic() + START, stopped, turn.close)
             shell = Shell(stream, launch.marker, deadline)
             shell.greeting = lambda: _greet(stream, shell)
             yield shell

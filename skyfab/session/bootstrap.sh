@@ -33,7 +33,7 @@ esac
 test -d "$c" || mkdir -p "$c" 2>/dev/null
 if test -e "$c"; then
   case $(ls -ldL "$c") in
-    ?????w*|????????w*) r="is open to others";;
+    ?????w*|????????w*) r="is writable by others";;
     *) test -O "$c" && r= || r="belongs to another user";;
   esac
   test -z "$r" || {

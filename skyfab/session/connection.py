@@ -18,6 +18,7 @@ from skyfab.protocol.messages import AgentHello, ClientHello, Message
 from skyfab.session.reader import Action, SharedReader, run
 from skyfab.session.reconnect import Joiner, Link, Reconnector, as_lost, close, close_later
 from skyfab.session.replies import Answer, Failure, Listener, PendingRequest, Replies
+from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.session.state import LEAVING, NEXT, State
 from skyfab.session.timing import Timing
 from skyfab.ssh.base import Stream
@@ -101,7 +102,7 @@ class Connection:
 
     def begin(self, link: Link) -> None:
         """Takes the first stream, over which the agent will send its hello."""
-        with self.lock:
+        with SIGNAL_GUARD, self.lock:
             if self.state is State.NEW:  # else it was closed meanwhile
                 self._enter(State.CONNECTING)
             self._reader.add(self)
@@ -114,7 +115,7 @@ class Connection:
 
     def leave(self) -> None:
         """Starts closing: a thread that opens the connection stops."""
-        with self.lock:
+        with SIGNAL_GUARD, self.lock:
             if State.CLOSING in NEXT[self.state]:
                 self._enter(State.CLOSING)
         self._reader.poke()
@@ -122,7 +123,7 @@ class Connection:
     def close(self, timeout: float) -> None:
         """Sends a goodbye and waits up to `timeout` seconds for the agent to end."""
         self.leave()
-        with self.lock:
+        with SIGNAL_GUARD, self.lock:
             self._close_by = self.timing.clock() + timeout
             if self.stream is not None and self.ended is None:
                 self._mux.bye()
@@ -132,9 +133,12 @@ class Connection:
             actions = self._actions()
         run(actions)
         self._reader.wait(lambda: self._told, timeout + 1)
-        with self.lock:
+        with SIGNAL_GUARD, self.lock:
+            self._end(None)
             self._unwatch()
             link, self._link, self.stream = self._link, None, None
+            actions = self._actions()
+        run(actions)
         self._reader.discard(self)
         if link is not None:
             close(link)
@@ -142,12 +146,12 @@ class Connection:
 
     def detach(self) -> None:
         """Waits until the agent has received everything, then disconnects without a goodbye. Raises HostLost."""
-        with self.lock:
+        with SIGNAL_GUARD, self.lock:
             self._mux.ping()
             self.flush()
         if not self.wait(self._is_received) and self.ended is not None:
             raise self.ended
-        with self.lock:
+        with SIGNAL_GUARD, self.lock:
             if State.DETACHED not in NEXT[self.state]:
                 raise self.ended or HostLost("the pool was closed", host=self.host)
             self._enter(State.DETACHED)
@@ -166,7 +170,7 @@ class Connection:
         ).encode()
 
     def _is_received(self) -> bool:
-        with self.lock:
+        with SIGNAL_GUARD, self.lock:
             if not self._mux.is_received and self.timing.clock() - self._pinged > 0.05:
                 self._pinged = self.timing.clock()
                 self._mux.ping()
@@ -191,7 +195,7 @@ class Connection:
         if the host is lost.
         """
         head = message if isinstance(message, bytes) else message.encode()
-        with self.lock:
+        with SIGNAL_GUARD, self.lock:
             if self.ended is not None:
                 raise self.ended
             number = self.new_number()

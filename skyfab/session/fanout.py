@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Raised:
-    """Holds an exception in place of a result."""
+    """Holds an exception instead of a result."""
 
     def __init__(self, error: BaseException) -> None:
         self.error = error

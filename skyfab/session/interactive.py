@@ -44,7 +44,8 @@ class InteractiveShell:
             return ["/bin/sh", "-c", self._script("")]
         name = ""
         if self.variables:
-            question = Question("variables", lambda host, replies: str(only(replies)), {"values": dict(self.variables)})
+            values = {"values": dict(self.variables)}
+            question = Question("command.variables", lambda host, replies: str(only(replies)), values)
             with Asker([self.host], inventory) as asker:
                 name = asker.ask_one(question, self.host)
             if not re.fullmatch("ssh-[0-9a-f]+", name):

@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 _ENDS: Final = re.compile(rb"\r\n|\n|\r")
 _LONGEST: Final = 256 * 1024
-"""A longer line is split, so that a line without end cannot fill the memory."""
+"""A longer line is split, so that an endless line cannot fill the memory."""
 
 
 class Lines:

@@ -1,16 +1,17 @@
-"""SharedReader: the thread that reads all connections of a pool, and runs what follows from what it has read.
+"""SharedReader: reads all connections of a pool, and runs what follows from what was read.
 
-Invariants: while there are connections, the thread reads. An action that raises does not keep others from running.
-Actions never wait for a host. Descriptors are watched and unwatched from any thread, and unwatched before they are
-closed.
+A thread of its own reads. A caller that waits for a reply reads in its place, which saves two thread switches; the
+thread pauses while callers come one after another.
+
+Invariants: one thread reads at a time. While there are connections, one reads or does so after `_REST`. An action that
+raises does not keep others from running. Actions never wait for a host. Descriptors are watched and unwatched from any
+thread, and unwatched before they are closed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
-import selectors
 import sys
 import threading
 import time
@@ -18,10 +19,25 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from skyfab.errors import UsageError
-from skyfab.session.sigint import SIGINT_GUARD
+from skyfab.session.replies import Reply
+from skyfab.session.signals import SIGNAL_GUARD, HandlerRan
+
+if sys.platform == "linux":  # calls wait for what `selectors` adds to it
+    from select import EPOLLIN as _READABLE
+    from select import EPOLLOUT as _WRITABLE
+    from select import epoll as _Selector
+else:
+    from selectors import EVENT_READ as _READABLE
+    from selectors import EVENT_WRITE as _WRITABLE
+    from selectors import DefaultSelector
+
+    class _Selector(DefaultSelector):
+        def poll(self, seconds: float) -> list[tuple[int, int]]:
+            return [(key.fd, events) for key, events in self.select(seconds)]
+
 
 Action = Callable[[], None]
 
@@ -30,17 +46,25 @@ _NAP: Final = 0.05
 _RETRY: Final = 0.002
 """Seconds between write attempts on a stream that has no descriptor to poll for writability."""
 
-_reading: Final[set[int]] = set()
-"""The ids of the readers' threads."""
+_REST: Final = 0.005
+"""Seconds for which the thread leaves reading to callers after one of them has received its reply."""
+
+_handling: Final[set[int]] = set()
+"""The ids of threads that handle what was read."""
 
 
 def refuse_to_wait() -> None:
-    """Raises UsageError on a reader's thread: what it would wait for could not be read."""
-    if threading.get_ident() in _reading:
+    """Raises UsageError on a thread that handles what was read: what it would wait for could not be read."""
+    if threading.get_ident() in _handling:
         raise UsageError(
             "a callback cannot wait for a call: its thread is the one that reads replies",
             hint="start a thread for it, or use compute.submit(call) and its add_done_callback",
         )
+
+
+def _call(wait: Callable[[float], Any], seconds: float) -> Any:
+    """As `SIGNAL_GUARD.allow`, on the reader's thread, which runs no signal handlers."""
+    return wait(seconds)
 
 
 class Readable(Protocol):
@@ -69,10 +93,18 @@ class SharedReader:
     def __init__(self) -> None:
         self._lock = threading.RLock()  # reentrant: a signal handler may cancel a call, which calls `poke`
         """Protects the attributes below, except queues that change in one atomic operation."""
-        self._handled = threading.Condition()
-        """Notified when what was read is handled, and when the thread ends."""
+        self._reading = threading.Lock()
+        """Held by the thread that reads."""
+        self._waits: set[threading.Lock] = set()
+        """One for each thread in `wait`, released when what was read is handled. Not a condition: that would be held
+        while a signal handler runs, and the thread that reads for the handler would wait for it."""
+        self._callers: list[Reply] = []
+        """What threads wait for in `read_until_there`."""
+        self._rests_until = 0.0
+        self._resume = threading.Event()
+        """Ends the thread's rest."""
         self._connections: set[Readable] = set()
-        self._selector: selectors.BaseSelector | None = None
+        self._selector: _Selector | None = None
         self._owners: dict[int, Readable] = {}
         """Who watches a descriptor."""
         self._waker = self._poker = -1
@@ -88,11 +120,11 @@ class SharedReader:
         """Adds a connection, which the thread reads from now on."""
         with self._lock:
             if self._selector is None:
-                self._selector = selectors.DefaultSelector()
+                self._selector = _Selector()
                 self._waker, self._poker = os.pipe()
                 for fd in (self._waker, self._poker):
                     os.set_blocking(fd, False)
-                self._selector.register(self._waker, selectors.EVENT_READ)
+                self._selector.register(self._waker, _READABLE)
             self._connections.add(connection)
             self._tick_at = 0.0
             if self._thread is None:
@@ -117,7 +149,7 @@ class SharedReader:
         """Calls `on_ready` when the descriptor is readable, or writable."""
         assert self._selector is not None
         self._owners[fd] = connection
-        self._selector.register(fd, selectors.EVENT_WRITE if writing else selectors.EVENT_READ)
+        self._selector.register(fd, _WRITABLE if writing else _READABLE)
 
     def unwatch(self, fd: int) -> None:
         """Stops watching: before the descriptor is closed, and at end of file, where it would always be ready."""
@@ -144,7 +176,8 @@ class SharedReader:
 
     def leave_to_parent(self) -> None:
         """In a forked child: closes what is shared with the parent, without changing its state."""
-        self._lock, self._handled = threading.RLock(), threading.Condition()  # the parent's threads may have held them
+        self._lock, self._reading = threading.RLock(), threading.Lock()  # the parent's threads may have held them
+        self._resume = threading.Event()
         self._thread = None
         selector, self._selector = self._selector, None
         self._connections.clear()
@@ -164,15 +197,55 @@ class SharedReader:
         """
         refuse_to_wait()
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        with SIGINT_GUARD, self._handled:
-            while not done():
-                rest = deadline - time.monotonic()
-                if rest <= 0:
-                    return False
-                if self._thread is None:  # it has run all actions
-                    return done()
-                SIGINT_GUARD.allow(functools.partial(self._handled.wait, min(rest, _NAP)))
+        self._end_rest()
+        SIGNAL_GUARD.wrap()
+        handled = threading.Lock()
+        with SIGNAL_GUARD:
+            self._waits.add(handled)
+            try:
+                while not done():
+                    rest = deadline - time.monotonic()
+                    if rest <= 0:
+                        return False
+                    if self._thread is None:  # it has run all actions
+                        return done()
+                    SIGNAL_GUARD.allow(handled.acquire, True, min(rest, _NAP))
+            finally:
+                self._waits.discard(handled)
         return True
+
+    def read_until_there(self, reply: Reply) -> None:
+        """Waits for a reply, and reads the connections meanwhile unless another thread does."""
+        SIGNAL_GUARD.wrap()  # a handler that raised while what was read is handled would lose it
+        with SIGNAL_GUARD:
+            self._callers.append(reply)
+            try:
+                if self._reading.acquire(blocking=False):
+                    SIGNAL_GUARD.lend(self._reading)
+                    try:
+                        while self._connections and not reply.is_there:
+                            self._read_once(SIGNAL_GUARD.allow)
+                        self._rest()
+                    except HandlerRan:
+                        self._end_rest()
+                    finally:
+                        SIGNAL_GUARD.release(self._reading)
+                if not reply.is_there:
+                    reply.block()
+                    self._rest()
+            finally:
+                self._callers.remove(reply)
+                if self._callers:  # of other threads, or of this one: this is a signal handler
+                    self._end_rest()
+
+    def _rest(self) -> None:
+        """Leaves reading to callers for a while, if they come one after another."""
+        if len(self._callers) == 1 and not self._waits:
+            self._rests_until = time.monotonic() + _REST
+
+    def _end_rest(self) -> None:
+        self._rests_until = 0.0
+        self._resume.set()
 
     # ---- the reader's thread
 
@@ -182,35 +255,46 @@ class SharedReader:
         return thread
 
     def _run(self) -> None:
-        _reading.add(threading.get_ident())
-        try:
-            while not self._is_over():
-                self._read_once()
-                with self._handled:
-                    self._handled.notify_all()
-        finally:
-            _reading.discard(threading.get_ident())
+        while True:
+            rest = self._rests_until - time.monotonic()
+            if rest > 0:
+                self._resume.wait(rest)
+                self._resume.clear()
+                continue
+            with self._reading:
+                if self._is_over():
+                    return
+                if self._rests_until <= time.monotonic():
+                    self._read_once()
 
-    def _read_once(self) -> None:
+    def _read_once(self, wait: Callable[..., Any] = _call) -> None:
         """Waits once for any connection to become ready, and handles what was received."""
-        assert self._selector is not None
+        selector = self._selector
+        assert selector is not None
         seconds = self._tick_at - time.monotonic()
         if self._retrying:
             seconds = min(seconds, _RETRY)
         if seconds < 0 or self._woken:
             seconds = 0
-        for key, _ in self._selector.select(seconds):
-            connection = self._owners.get(key.fd)
+        for fd, _ in wait(selector.poll, seconds):
+            connection = self._owners.get(fd)
             if connection is not None:
-                self._serve(connection, connection.on_ready, key.fd)
-            elif key.fd == self._waker:
+                self._serve(connection, connection.on_ready, fd)
+            elif fd == self._waker:
                 with contextlib.suppress(BlockingIOError):
-                    os.read(key.fd, 4096)
+                    os.read(fd, 4096)
         if self._woken or self._retrying:
             self._wake_up()
         now = time.monotonic()
         if now >= self._tick_at:
             self._tick(now)
+        if self._waits:
+            self._notify()
+
+    def _notify(self) -> None:
+        for handled in tuple(self._waits):
+            with contextlib.suppress(RuntimeError):  # it was released already, and its thread has not run since
+                handled.release()
 
     def _wake_up(self) -> None:
         woken = {queue.popleft() for queue in (self._woken, self._retrying) for _ in range(len(queue))}
@@ -226,22 +310,27 @@ class SharedReader:
 
     def _serve(self, connection: Readable, handler: Callable[..., Sequence[Action]], *arguments: float) -> None:
         """Calls one method of a connection and runs the actions that it returns."""
+        me = threading.get_ident()
+        _handling.add(me)
         try:
-            actions = handler(*arguments)
-        except Exception as error:
-            actions = connection.on_error(error)
-        run(actions)
+            try:
+                actions = handler(*arguments)
+            except Exception as error:
+                actions = connection.on_error(error)
+            run(actions)
+        finally:
+            _handling.discard(me)
 
     def _is_over(self) -> bool:
         """Whether no connection is left; then closes the reader's own resources."""
         if self._connections:
             return False
-        with self._handled, self._lock:
+        with self._lock:
             if self._connections:
                 return False
             assert self._selector is not None
             self._thread = None
-            self._handled.notify_all()
+            self._notify()
             self._selector.close()
             self._selector = None
             waker, poker, self._waker, self._poker = self._waker, self._poker, -1, -1
@@ -266,7 +355,7 @@ _READERS: Final[weakref.WeakSet[SharedReader]] = weakref.WeakSet()
 
 
 def _leave_all_to_parent() -> None:
-    _reading.clear()  # new threads may get the numbers of the parent's
+    _handling.clear()  # new threads may get the numbers of the parent's
     for reader in list(_READERS):
         reader.leave_to_parent()
     _READERS.clear()

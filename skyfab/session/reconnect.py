@@ -213,7 +213,7 @@ class Reconnector:
                 if not self._offer(attempt.link):
                     attempt.abandon()
             elif isinstance(attempt.error, HostUnfit):
-                return HostLost("it was started again, or its agent was ended", host=attempt.error.host)
+                return HostLost("it was restarted, or its agent was killed", host=attempt.error.host)
             elif not isinstance(attempt.error, SkyfabError):
                 return attempt.error
         return None

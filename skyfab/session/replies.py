@@ -20,7 +20,7 @@ from skyfab.protocol.blobs import Assembly, split
 from skyfab.protocol.messages import AgentHello, Message
 from skyfab.protocol.mux import Mux
 from skyfab.session.lines import Lines
-from skyfab.session.sigint import SIGINT_GUARD
+from skyfab.session.signals import SIGNAL_GUARD
 
 _MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """A host may not announce more data than this machine has memory."""
@@ -78,11 +78,13 @@ class PendingRequest:
 class Reply:
     """The reply to a request, for which a thread waits. It can be the `Caller` of a call (pool/node.py)."""
 
-    __slots__ = ("_arrived", "_error", "_found", "_then", "stream")
+    __slots__ = ("_arrived", "_error", "_found", "_then", "is_there", "stream")
 
     def __init__(self, then: Callable[[], None] = lambda: None) -> None:
         """`then` is called when the reply arrives, whether the thread still waits or not."""
         self.stream = 0
+        self.is_there = False
+        """It was received, or never will be."""
         self._found: tuple[Message, list[memoryview]] | None = None
         self._error: Exception | None = None
         self._then = then
@@ -98,21 +100,24 @@ class Reply:
 
     def answered(self, message: Message, buffers: list[memoryview]) -> None:
         self._found = (message, buffers)
+        self.is_there = True
         self._then()
         self._arrived.release()
 
     def failed(self, error: Exception) -> None:
         self._error = error
+        self.is_there = True
         self._then()
         self._arrived.release()
 
-    @property
-    def is_there(self) -> bool:
-        return self._found is not None or self._error is not None
+    def block(self) -> None:
+        """Waits for the reply; another thread reads."""
+        if not self.is_there:
+            SIGNAL_GUARD.allow(self._arrived.acquire)
 
     def wait(self) -> tuple[Message, list[memoryview]]:
         """Waits for the reply. Raises HostLost if the host is lost before."""
-        SIGINT_GUARD.allow(self._arrived.acquire)
+        self.block()
         if self._found is None:
             assert self._error is not None
             raise self._error
@@ -249,14 +254,15 @@ class Replies:
     def _complete(self, stream: int, request: PendingRequest, message: Message, buffers: list[memoryview]) -> None:
         del self.pending[stream]
         self.mux.forget(stream)
-        if request.worker is not None:
+        if self._partial and request.worker is not None:
             self._flush_lines(request.worker)
         self.after.append(functools.partial(request.answer, message, buffers))
 
     def _flush_lines(self, worker: str) -> None:
         """A call has ended: shows its incomplete last line, too."""
-        for stream in self._partial_of(worker):
-            self._flush(stream)
+        for kind in KINDS:
+            if (stream := self._streams.get((worker, kind))) is not None:
+                self._flush(stream)
 
     def _flush(self, stream: int) -> None:
         """Shows the incomplete last line of a stream, if there is one."""
@@ -264,10 +270,6 @@ class Replies:
             self._partial.discard(stream)
             worker, lines = self._output[stream]
             self.after.append(functools.partial(self._listener.on_output, worker, lines.rest()))
-
-    def _partial_of(self, worker: str) -> list[int]:
-        """The worker's streams whose last line is incomplete."""
-        return [stream for kind in KINDS if (stream := self._streams.get((worker, kind))) in self._partial]
 
 
 def _is_address(text: str) -> bool:

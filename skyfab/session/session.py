@@ -49,7 +49,8 @@ class Session:
         self.was_stopped = False
         """Whether opening failed because the session was closed meanwhile."""
         self._gate = threading.Lock()
-        # The connection's own methods: another call level would cost time in every call.
+        # Methods of others: another call level would cost time in every call.
+        self.read_until_there = reader.read_until_there
         self.send = self.connection.send
         self.wait = self.connection.wait
 
@@ -159,6 +160,7 @@ class Session:
         refuse_to_wait()
         reply = Reply()
         self.send(message, parts, answer=reply.answered, failure=reply.failed)
+        self.read_until_there(reply)
         found, _ = reply.wait()
         if isinstance(found, messages.Failed):
             raise HostUnfit(found.text, host=self.host.name, hint=found.hint)

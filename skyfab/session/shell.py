@@ -99,9 +99,9 @@ class Shell:
                 return seen[at:-1].decode(errors="replace")
             if len(seen) > _NOISE:
                 raise HostUnfit(
-                    "its shell prints without end before our command runs",
+                    "its shell prints endlessly before our command runs",
                     host=self.host.name,
-                    hint=f"look at what its shell reads at login, and at: {by_hand(self.host, 'true')}",
+                    hint=f"check what its shell reads at login, and the output of: {by_hand(self.host, 'true')}",
                 )
         return None
 
@@ -205,7 +205,7 @@ class _Answer:
         self._rest = self._rest[-_KEPT:]
         self._printed += len(data)
         if self._printed > _MOST:
-            raise ProtocolError("a script prints without end")
+            raise ProtocolError("a script prints endlessly")
         for line in lines:
             before, marked, status = line.partition(self._end)
             if marked:

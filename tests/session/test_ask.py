@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,17 +18,17 @@ from hypothesis import strategies as st
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.errors import HostUnfit, ProtocolError
+from skyfab.errors import HostLost, HostUnfit, ProtocolError
 from skyfab.inspect.survey import SURVEY
-from skyfab.protocol.frames import HEAD, PONG, frame
+from skyfab.protocol.frames import HEAD, PING, PONG, frame
 from skyfab.session import ask
 from skyfab.session.ask import Asker, Question, Reply, only
-from skyfab.session.bootstrap import Bootstrap
+from skyfab.session.bootstrap import CACHE_HINT, Bootstrap
 from skyfab.session.bundle import bundle
 from skyfab.ssh.local import Local
 
 NOTHING = sky.Inventory(hosts={})
-CLOCK: Question[float] = Question("clock", lambda host, replies: float(only(replies)))
+CLOCK: Question[float] = Question("survey.clock", lambda host, replies: float(only(replies)))
 
 
 @pytest.fixture
@@ -64,7 +67,7 @@ def test_what_a_question_raises_is_an_error_of_the_host_and_the_next_one_is_answ
     with Asker([here], NOTHING) as asker:
         for question in (
             Question("nothing", only_of),
-            Question("clock", only_of, {"wrong": 1}),
+            Question("survey.clock", only_of, {"wrong": 1}),
             Question("../x", only_of),
         ):
             with pytest.raises(HostUnfit, match="failed: ") as failed:
@@ -126,7 +129,35 @@ def test_a_host_that_cannot_be_reached_is_not_tried_at_every_question() -> None:
     assert found[0] is found[1] is found[2] and told == found[:1]
 
 
-def test_another_command_runs_over_the_connection_of_a_question(here: sky.Host, logins: list[str]) -> None:
+def test_waiting_ends_when_the_asker_is_stopped_or_its_time_is_over(here: sky.Host) -> None:
+    def parse(host: sky.Host, replies: Iterator[Reply]) -> None:
+        next(replies)
+        asker.stop()
+        next(replies)
+
+    with Asker([here], NOTHING) as asker, pytest.raises(HostLost, match="closed"):
+        asker.ask_one(command("echo; exec sleep 100", parse), here)
+    with Asker([here], NOTHING, until=time.monotonic() - 1) as asker, pytest.raises(HostLost):
+        asker.ask_one(CLOCK, here)
+
+
+def test_python_is_installed_only_where_the_inventory_names_none(here: sky.Host) -> None:
+    asked: list[str] = []
+
+    def prepare(host: sky.Host, session: str) -> Callable[[Any], None]:
+        asked.append(host.python)
+        return lambda shell: None
+
+    for python in ("auto", sys.executable):
+        host = replace(here, python=python)
+        with Asker([host], NOTHING, prepare=prepare) as asker:
+            asker.ask_one(CLOCK, host)
+    assert asked == ["auto"]
+
+
+def test_another_command_runs_over_the_connection_of_a_question(
+    here: sky.Host, logins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Asker([here], NOTHING) as asker:
         asker.ask_one(CLOCK, here)
         transport = asker.take(here)
@@ -135,6 +166,10 @@ def test_another_command_runs_over_the_connection_of_a_question(here: sky.Host, 
     found = bytearray()
     try:
         until(lambda: read(stream, found) == b"hello\n")
+        joined: list[Local] = []
+        monkeypatch.setattr(Local, "joined", lambda transport: joined.append(transport))
+        transport.joined()
+        assert len(joined) == 1
     finally:
         stream.close()
         transport.close()
@@ -178,7 +213,7 @@ class Liar:
         return sky.HostLost("it has ended", host="liar")
 
 
-def said(monkeypatch: pytest.MonkeyPatch, content: bytes) -> Any:
+def said(content: bytes) -> Any:
     frames = ask._Frames(sky.Host(name="liar"), Liar(content), lambda: False)  # type: ignore[arg-type]
     return frames.ask(Question("x", only_of))
 
@@ -196,21 +231,69 @@ def said(monkeypatch: pytest.MonkeyPatch, content: bytes) -> Any:
     ],
     ids=["list", "half", "two", "none", "rubbish", "data", "deep"],
 )
-def test_an_invalid_answer_is_a_protocol_error(monkeypatch: pytest.MonkeyPatch, content: bytes) -> None:
+def test_an_invalid_answer_is_a_protocol_error(content: bytes) -> None:
     with pytest.raises(ProtocolError):
-        said(monkeypatch, content)
+        said(content)
 
 
-def test_frames_that_are_no_answer_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_frames_that_are_no_answer_are_passed_over() -> None:
     late = frame(HEAD, 7, b'{"value": 1}') + frame(PONG)
-    assert said(monkeypatch, late + frame(HEAD, 1, b'{"value": 2}') + frame(HEAD, 1, b'{"end": 1}')) == 2
+    assert said(late + frame(HEAD, 1, b'{"value": 2}') + frame(HEAD, 1, b'{"end": 1}')) == 2
+
+
+@pytest.mark.parametrize(
+    ("about", "hint"),
+    [(b'"errno": 28', CACHE_HINT), (b'"errno": 2', None), (b'"errno": null', "please report this")],
+)
+def test_the_hint_of_a_failure_depends_on_its_cause(about: bytes, hint: str | None) -> None:
+    with pytest.raises(HostUnfit, match="x failed: why") as failed:
+        said(frame(HEAD, 1, b'{"error": "why", %s}' % about))
+    assert (failed.value.hint or "").startswith(hint or "") and bool(failed.value.hint) is bool(hint)
+
+
+class Silent(Liar):
+    """Says nothing for a number of seconds, one for each read."""
+
+    def __init__(self, seconds: int, said: bytes) -> None:
+        super().__init__(said)
+        self.now = 0
+        self.pings: list[int] = []
+        self._seconds = seconds
+
+    def recv_into(self, view: memoryview) -> int:
+        self.now += 1
+        if self.now <= self._seconds:
+            raise BlockingIOError
+        return super().recv_into(view)
+
+    def send(self, buffers: Any) -> int:
+        self.pings += [self.now] if buffers[0][0] == PING else []
+        return super().send(buffers)
+
+    def fileno(self) -> None: ...
+    def stderr(self) -> None: ...
+    def drain(self) -> None: ...
+
+
+@pytest.mark.parametrize(("seconds", "pings"), [(20, [6, 12, 18]), (60, [*range(6, 61, 6)]), (61, None)])
+def test_a_silent_host_is_sent_heartbeats_and_is_lost_after_a_minute(
+    monkeypatch: pytest.MonkeyPatch, seconds: int, pings: list[int] | None
+) -> None:
+    stream = Silent(seconds, frame(HEAD, 1, b'{"value": 2}') + frame(HEAD, 1, b'{"end": 1}'))
+    monkeypatch.setattr(ask, "time", SimpleNamespace(monotonic=lambda: stream.now))
+    frames = ask._Frames(sky.Host(name="silent"), stream, lambda: False)  # type: ignore[arg-type]
+    if pings is None:
+        with pytest.raises(HostLost, match="no answer for 60 s"):
+            frames.ask(Question("x", only_of))
+    else:
+        assert frames.ask(Question("x", only_of)) == 2
+        assert stream.pings == pings
 
 
 @given(st.binary(max_size=200))
 def test_whatever_a_host_says_is_an_answer_or_an_error(content: bytes) -> None:
-    frames = ask._Frames(sky.Host(name="liar"), Liar(content), lambda: False)  # type: ignore[arg-type]
     with pytest.raises(sky.SkyfabError):
-        frames.ask(Question("x", only_of))
+        said(content)
 
 
 def test_the_name_of_a_mode_is_part_of_the_command(here: sky.Host) -> None:

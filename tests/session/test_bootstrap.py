@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stage.threads import at_once
 
 import skyfab as sky
 from skyfab.inventory.host import Host
@@ -411,8 +412,8 @@ def test_the_bundle_is_sent_when_it_is_asked_for() -> None:
         (b"This account is currently not available.\n", sky.HostUnfit, "not available"),
         (b"", sky.HostUnfit, "did not run our command"),
         (MARK + b"li", sky.HostUnfit, "did not run our command"),
-        (b"x" * 400_000, sky.HostUnfit, "prints without end"),
-        (MARK + b"x" * 400_000, sky.HostUnfit, "prints without end"),
+        (b"x" * 400_000, sky.HostUnfit, "prints endlessly"),
+        (MARK + b"x" * 400_000, sky.HostUnfit, "prints endlessly"),
     ],
     ids=["no python", "full", "read-only", "unknown", "nologin", "silent", "cut", "endless", "endless answer"],
 )
@@ -522,22 +523,11 @@ def test_two_programs_unpack_one_bundle_at_once(tmp_path: Path) -> None:
     sessions = [
         Session(made, functools.partial(Local, made.host), Quiet(), reader, Timing(lease=5)) for made in launches
     ]
-    found: list[object] = []
-
-    def open_it(session: Session) -> None:
-        try:
-            found.append(session.open().pid)
-        except BaseException as error:
-            found.append(error)
-
-    threads = [threading.Thread(target=open_it, args=(session,)) for session in sessions]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    for session in sessions:
-        session.close()
-    assert all(isinstance(pid, int) for pid in found), found
+    try:
+        found = at_once(lambda session: session.open().pid, sessions)
+    finally:
+        for session in sessions:
+            session.close()
     for pid in found:
-        gone(int(str(pid)))
+        gone(pid)
     assert [path.name for path in (tmp_path / "bundles").iterdir()] == [bundle().digest]

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from skyfab.errors import PoolError, Unreachable, UsageError
-from skyfab.session.fanout import Raised, for_each_host, one_error, results_of
+from skyfab.session.fanout import Raised, for_each_host, meanwhile, one_error, results_of
 
 
 def test_results_and_errors_are_in_the_order_of_the_hosts() -> None:
@@ -54,3 +56,16 @@ def test_a_mistake_with_another_hint_for_each_host_is_said_for_each() -> None:
 def test_a_bug_is_not_hidden_among_failures_of_hosts() -> None:
     bug = KeyError("x")
     assert one_error([down("a"), bug], 2) is bug
+
+
+def test_threads_keep_no_program_from_ending_and_a_block_waits_for_its_own() -> None:
+    daemons = for_each_host(lambda _: threading.current_thread().daemon, [1, 2])
+    go = threading.Event()
+
+    def action() -> None:
+        assert go.wait(30)
+        daemons.append(threading.current_thread().daemon)
+
+    with meanwhile(action):
+        go.set()
+    assert daemons == [True] * 3

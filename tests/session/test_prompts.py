@@ -62,7 +62,7 @@ def test_the_same_question_again_means_that_the_answer_was_wrong(typed: list[str
     assert (first.answer(NODE, "Password: "), second.answer(NODE, "Password: ")) == ("1", "1")
     assert first.answer(NODE, "Password: ") == "2"
     assert second.answer(NODE, "Password: ") == "2", "it is given what was typed meanwhile"
-    assert typed == ["node1 (ada@10.0.0.1): Password: ", "not accepted; again, node1 (ada@10.0.0.1): Password: "]
+    assert typed == ["node1 (ada@10.0.0.1): Password: ", "not accepted; try again: node1 (ada@10.0.0.1): Password: "]
     second.refused()
     assert Prompts().answer(NODE, "Password: ") == "3"
 
@@ -72,7 +72,7 @@ def test_a_login_that_is_not_wanted_any_more_asks_nothing_and_forgets_nothing(ty
     ended = Prompts(lambda: True)
     assert ended.answer(NODE, "Password: ") == "1"
     assert ended.answer(NODE, "Code: ") is None
-    assert ended.outcome == "nothing was typed in time"
+    assert ended.outcome == "there was no input in time"
     ended.refused()
     assert Prompts().answer(NODE, "Password: ") == "1"
     assert len(typed) == 1

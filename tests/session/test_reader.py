@@ -10,9 +10,12 @@ from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from stage.spot import until
+from stage.threads import at_once, begin
 
 import skyfab as sky
+from skyfab.protocol import messages
 from skyfab.session.reader import SharedReader
+from skyfab.session.replies import Reply
 
 
 class Pipe:
@@ -83,22 +86,21 @@ def test_one_thread_reads_all_connections(reader: SharedReader) -> None:
     assert len([thread for thread in threading.enumerate() if thread.name == "skyfab-reader"]) == 1
 
 
+def test_a_descriptor_can_be_watched_again(reader: SharedReader) -> None:
+    pipe = Pipe(reader)
+    reader.unwatch(pipe.source)
+    pipe.say()
+    assert not reader.wait(lambda: bool(pipe.read), 0.1)
+    reader.watch(pipe.source, pipe)
+    assert reader.wait(lambda: bool(pipe.read), 10)
+
+
 def test_all_who_wait_see_what_was_read(reader: SharedReader) -> None:
     pipe = Pipe(reader)
-    seen: list[float] = []
-
-    def wait() -> None:
-        if reader.wait(lambda: bool(pipe.read), 20):
-            seen.append(time.monotonic())
-
-    threads = [threading.Thread(target=wait) for _ in range(8)]
-    for thread in threads:
-        thread.start()
+    waiting = [begin(lambda: reader.wait(lambda: bool(pipe.read), 20)) for _ in range(8)]
     time.sleep(0.1)
     pipe.say()
-    for thread in threads:
-        thread.join(20)
-    assert len(seen) == 8
+    assert [future.result(20) for future in waiting] == [True] * 8
 
 
 def test_time_is_up(reader: SharedReader) -> None:
@@ -211,14 +213,41 @@ def test_an_action_cannot_wait(reader: SharedReader) -> None:
     until(lambda: bool(told))
 
 
-def test_a_child_leaves_the_parents_reader_alone(reader: SharedReader) -> None:
+# ---- callers that read
+
+
+def a_reply(pipe: Pipe) -> Reply:
+    """It is there when the connection has read something."""
+    reply = Reply()
+    pipe.then = lambda: reply.answered(messages.Done(), [])
+    return reply
+
+
+def answered(reader: SharedReader, pipe: Pipe) -> str:
+    """The thread that has read the reply to a request."""
+    reply = a_reply(pipe)
+    threading.Timer(0.001, pipe.say).start()
+    reader.read_until_there(reply)
+    assert reply.is_there
+    return pipe.threads[-1]
+
+
+def test_callers_that_come_one_after_another_read_their_replies_themselves(
+    reader: SharedReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyfab.session.reader._REST", 1.0)
     pipe = Pipe(reader)
-    pid = os.fork()
-    if not pid:
-        try:
-            pipe.end()  # in the child this must not unwatch the parent's
-        finally:
-            os._exit(0)
-    os.waitpid(pid, 0)
+    caller = threading.Thread(target=lambda: [answered(reader, pipe) for _ in range(20)], name="caller")
+    caller.start()
+    caller.join(20)
+    assert pipe.threads.count("caller") >= 18
+    pipe.then = lambda: None
     pipe.say()
-    until(lambda: bool(pipe.read))
+    until(lambda: len(pipe.threads) == 21, "the thread reads again when no caller does")
+    assert pipe.threads[-1] == "skyfab-reader"
+
+
+def test_a_caller_that_leaves_keeps_nobody_waiting(reader: SharedReader) -> None:
+    pipes = [Pipe(reader) for _ in range(8)]
+    at_once(lambda pipe: [answered(reader, pipe) for _ in range(50)], pipes, 20)
+    assert [len(pipe.threads) for pipe in pipes] == [50] * 8

@@ -10,7 +10,7 @@ from stage.messages import filled
 import skyfab as sky
 from skyfab.protocol import VERSION, messages
 from skyfab.session import replies as module
-from skyfab.session.replies import PendingRequest, Replies
+from skyfab.session.replies import PendingRequest, Replies, Reply
 
 
 class Listener:
@@ -141,6 +141,22 @@ def test_the_end_fails_every_request_after_the_host_is_lost(stage: Stage) -> Non
     assert stage.replies.take() == []
 
 
+def test_a_reply_is_there_once_it_was_received_or_never_will_be() -> None:
+    found: list[bool] = []
+    first, second = (Reply(lambda: found.append(True)) for _ in range(2))
+    for reply in (first, second):
+        assert not reply.is_there
+        assert reply.stream == 0
+        reply.sent(5)
+        assert reply.stream == 5
+    first.answered(messages.Done(), [])
+    second.failed(sky.HostLost("gone", host="node1"))
+    assert first.is_there and second.is_there and found == [True, True]
+    assert first.wait() == (messages.Done(), [])
+    with pytest.raises(sky.HostLost, match="gone"):
+        second.wait()
+
+
 # ---- hello
 
 
@@ -152,7 +168,8 @@ def hello(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     "changes",
     [
-        *({"gpus": -1}, {"gpus": 1025}, {"address": "evil; rm"}, {"address": ""}),
+        *({"gpus": -1}, {"gpus": 1025}, {"gpus": 10**30}, {"address": "10.0.0.1; true"}, {"address": ""}),
+        *({"address": "node1"}, {"address": "10.0.0.1 -j ACCEPT\n"}),
         *({"address": "fe80::1%a b"}, {"address": "fe80::1%$(x)"}),
     ],
 )
@@ -168,6 +185,8 @@ def test_possible_facts_are_kept(stage: Stage, changes: dict[str, Any]) -> None:
     stage.replies.hello(hello(**changes))
     assert stage.replies.agent is not None
     assert stage.replies.hellos == 1
+    with pytest.raises(sky.ProtocolError, match="impossible"):  # that of the next connection is checked too
+        stage.replies.hello(hello(gpus=-1))
 
 
 def test_another_version_is_said(stage: Stage) -> None:
@@ -249,7 +268,9 @@ def test_output_of_processes_that_ended_is_kept_up_to_a_number(stage: Stage, mon
     for number in range(4):
         stage.log(2 * number, f"solo.{number}")
         stage.exited(f"solo.{number}")
-    assert stage.forgotten == [0, 2]
+    for number in range(4):
+        stage.exited(f"solo.{number}")
+    assert stage.forgotten == [0, 2], "an exit that is reported twice changes nothing"
 
 
 def test_more_processes_than_any_pool_has_are_refused(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

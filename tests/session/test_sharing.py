@@ -85,7 +85,7 @@ def hosts(pair: Lab) -> Callable[..., list[sky.Host]]:
     """``hosts(user="ada", cache=…)``: both of them."""
 
     def both(**changes: Any) -> list[sky.Host]:
-        found = sky.Inventory.load(pair.inventory).hosts.values()
+        found = sky.Inventory.of(pair.inventory).hosts.values()
         return [replace(host, transport="openssh", **changes) for host in found]
 
     return both
@@ -179,7 +179,7 @@ def read():
     return sys.prefix, sum(sizes)
 
 user, cache = sys.argv[1:]
-node = sky.Inventory.load(os.environ["SKYFAB_INVENTORY"]).hosts["node1"]
+node = sky.Inventory.of(os.environ["SKYFAB_INVENTORY"]).hosts["node1"]
 node = replace(node, user=user, cache=cache, python="auto", transport="openssh")
 print("ready", flush=True)
 sys.stdin.readline()

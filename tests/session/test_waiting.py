@@ -1,4 +1,4 @@
-"""Who may wait for a call, and where: subscribers, signal handlers, forked children, and Ctrl-C at any moment."""
+"""Who may wait for a call, and where: subscribers, forked children, and Ctrl-C at any moment."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def say(text: str) -> str:
     return text
 
 
-# ---- subscribers and signal handlers
+# ---- subscribers
 
 
 @pytest.mark.parametrize("kind", [CallStarted, CallEnded, Output])
@@ -99,23 +99,6 @@ def test_a_subscriber_cannot_close_its_pool(open_pool: OpenPool) -> None:
     pool.events.subscribe(close)
     assert say("a line") >> pool == "a line"
     assert told
-    assert identity(1) >> pool == 1
-
-
-def test_a_signal_handler_may_make_a_call_while_another_is_waited_for(open_pool: OpenPool) -> None:
-    pool = open_pool(host={"slots": 2})
-    found: list[object] = []
-
-    def call(*_: object) -> None:
-        found.append(identity(1) >> pool)
-
-    before = signal.signal(signal.SIGUSR1, call)
-    try:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGUSR1)).start()
-        sky.function(time.sleep)(1) >> pool
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert found == [1]
     assert identity(1) >> pool == 1
 
 
@@ -254,7 +237,7 @@ def test_the_parents_threads_that_wait_are_none_of_the_childs(open_pool: OpenPoo
     """A thread of the child may get the number of one of the parent's: it was told that it cannot wait."""
     pool = open_pool()
     identity(1) >> pool
-    assert in_child(lambda: (reader._reading, emitting)) == "(set(), set())"
+    assert in_child(lambda: (reader._handling, emitting)) == "(set(), set())"
 
 
 # ---- numbers

@@ -114,19 +114,19 @@ class Candidates:
         reported = ", ".join(f"{one}{self._why_not(one)}" for one in self._reported[node]) or node.agent.address
         if named and all(one.interface != named for one in self._reported[node]):
             message = f"its interface {named}, which the inventory names, has no address; it has {reported}"
-            hint = f"interface = … under [hosts.{node.name}] names one that `ip address` shows there"
+            hint = f"set interface = … under [hosts.{node.name}] to one that `ip address` shows on the host"
         else:
-            message = f"it has no address at which other hosts could find it: {reported}"
+            message = f"it has no address that other hosts can reach: {reported}"
             hint = (
-                "a network of their own between the hosts, a VPN for instance, gives each an address; "
-                "without plugins that need one, @ needs none"
+                "connect the hosts with a network, for instance a VPN; "
+                "without plugins that need a network, @ works without one"
             )
         return PeersUnreachable(message, host=node.name, hint=hint)
 
     def _why_not(self, one: Address) -> str:
         twins = [node.name for node in self._nodes if any(each.address == one.address for each in self._reported[node])]
         if not _is_public(one):
-            return ", which leads to itself"
+            return ", which only the host itself can use"
         return f", which {' and '.join(twins[:3])} have" if len(self._owners[one.address]) > 1 else ""
 
 

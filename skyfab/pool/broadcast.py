@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import Any, Final, Literal
 
 from skyfab.calls.pack import PackedCall
-from skyfab.calls.results import in_order, not_unpickled, unpack_result
+from skyfab.calls.results import deliver, in_order
 from skyfab.errors import (
     BroadcastError,
     CallCancelled,
@@ -19,15 +20,14 @@ from skyfab.errors import (
     SkyfabError,
     broadcast_error,
 )
-from skyfab.plugins.base import Elastic
 from skyfab.pool.futures import CallFuture
-from skyfab.pool.gang import Gang, GangCache, GangSpec, Member, remaining
+from skyfab.pool.gang import Gang, GangSpec, Member
 from skyfab.pool.images import HostImages
 from skyfab.pool.node import Node
-from skyfab.pool.rendezvous import RendezvousFinder
+from skyfab.pool.rendezvous import RendezvousFinder, strongest_need
 from skyfab.pool.stall import watch
 from skyfab.protocol import messages
-from skyfab.session.sigint import SIGINT_GUARD
+from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.ui.events import Events
 
 GRACE: Final = 2.0
@@ -35,30 +35,40 @@ GRACE: Final = 2.0
 
 
 class Broadcast:
-    """One call on every rank, from its submission until all have replied. Its result is a list in rank order."""
+    """One attempt to run a call on every rank, from its submission until all have replied.
+
+    The result of its future is a list in rank order. When a call is retried, the next attempt has the same future.
+    """
 
     def __init__(
         self,
         call: PackedCall,
-        ended: Callable[[Broadcast], None] = lambda broadcast: None,
+        nodes: Sequence[Node] = (),
         *,
+        after: Broadcast | None = None,
         min_hosts: int | None = None,
         untrusted: bool = False,
+        ended: Callable[[Broadcast, BaseException | None], bool] = lambda broadcast, error: False,
     ) -> None:
-        """`ended` is called once every rank has replied, before the future is resolved.
+        """`after` is the attempt before it, which failed; `nodes` are those of the pool.
 
         `min_hosts` is the number of members that is enough. Others, except the first, may be lost; their result is
-        None. With `untrusted`, results may only be plain data.
+        None. With `untrusted`, results may only be plain data. `ended` is called with the error, or None, before the
+        future is resolved, which it prevents by returning True.
         """
         self.call = call
+        self.nodes = nodes
+        self.attempt: int = 0 if after is None else after.attempt + 1
+        self.job: str | None = None if after is None else after.job
+        """The id that all attempts have in common, once the first has begun."""
         self.untrusted = untrusted
-        self.future = CallFuture()
+        self.future: CallFuture = CallFuture() if after is None else after.future
         self.future.label = call.label
         self._min_hosts = min_hosts
         self.gang: Gang | None = None
         """The gang that runs it, once it has begun."""
         self._ended = ended
-        self._on_end: Callable[[BaseException | None], None] = lambda error: None
+        self._on_end: Callable[[BaseException | None], None] | None = None
         self._spare = 0
         """Members that may still be lost."""
         self._results: list[Any] = []
@@ -72,7 +82,7 @@ class Broadcast:
 
     # ---- beginning
 
-    def begin(self, gang: Gang, on_end: Callable[[BaseException | None], None]) -> None:
+    def begin(self, gang: Gang, on_end: Callable[[BaseException | None], None] | None = None) -> None:
         """Sends it to every rank. `on_end` is called with the error, or None, before the future is resolved."""
         size = len(gang.members)
         self._on_end = on_end
@@ -81,6 +91,7 @@ class Broadcast:
         self._open = set(range(size))
         self.future.node = gang.members[0].node
         self.gang = gang
+        self.job = gang.job
         self.future.on_cancel = self.stop
         for member in gang.members:
             self._start(member, shared=size > 1)
@@ -90,7 +101,7 @@ class Broadcast:
         try:
             member.node.call(member.worker, member.spec, self.call, caller=_RankCall(self, member), store=store)
         except SkyfabError as error:
-            self.note(member, error, failed=True)
+            self.note(member, None, error)
 
     @property
     def is_sent(self) -> bool:
@@ -113,24 +124,23 @@ class Broadcast:
 
     # ---- ending
 
-    def note(self, member: Member, value: Any, *, failed: bool) -> None:
-        """Records a rank's result or, if it `failed`, its error."""
+    def note(self, member: Member, value: Any, error: Exception | None = None) -> None:
+        """Records a rank's result or its error."""
         assert self.gang is not None
         with self._lock:
             if member.rank not in self._open:
                 return
             self._open.discard(member.rank)
-            if isinstance(value, HostLost) and self._spare > 0 and member.rank:
+            self.gang.broken = self.gang.broken or isinstance(error, HostLost)
+            if isinstance(error, HostLost) and self._spare > 0 and member.rank:
                 self._spare -= 1
-                self.gang.broken = True
-                value, failed = None, False
-            self._results[member.rank] = value
-            first = failed and not self._failures
-            if failed:
-                self._failures.append(value)
-                self.gang.broken = self.gang.broken or isinstance(value, HostLost)
+                error = None
+            self._results[member.rank] = value if error is None else error
+            if error is not None:
+                # Without its frames: Python prints those of each error in a group.
+                self._failures.append(error.with_traceback(None))
             done = not self._open
-            if first and not done:
+            if error is not None and len(self._failures) == 1 and not done:
                 self._timer = threading.Timer(GRACE, self.stop)
                 self._timer.daemon = True
                 self._timer.start()
@@ -141,14 +151,15 @@ class Broadcast:
         """Fails the future with `error` while the ranks continue. Nothing is stopped."""
         with self._lock:
             self._open.clear()
-        self.fail(error)
+        self.end(None, error)
 
-    def fail(self, error: BaseException) -> None:
-        """Ends it without a result."""
-        self._ended(self)
-        self._on_end(error)
-        self.future.settle(None, error)
-        self.future.on_cancel = None
+    def end(self, result: Any, error: BaseException | None) -> None:
+        """Resolves the future, unless there is another attempt."""
+        if self._on_end is not None:
+            self._on_end(error)
+        if not self._ended(self, error):
+            self.future.settle(result, error)
+            self.future.on_cancel = None
 
     def stop(self) -> None:
         """Cancels it on the ranks that have not replied. Must not stop any other call there."""
@@ -170,20 +181,25 @@ class Broadcast:
     def _finish(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if not self._failures:
-            self._ended(self)
-            self._on_end(None)
-            self.future.settle(self._results)
-            self.future.on_cancel = None
-            return
-        _fold(self._failures)
-        self.fail(broadcast_error(self.call.label, self._failures, self._results))
+        if self._failures:
+            _fold(self._failures)
+            self.end(None, broadcast_error(self.call.label, self._failures, self._results))
+        elif self._min_hosts is None:
+            self.end(self._results, None)
+        else:
+            self._finish_elastic()
+
+    def _finish_elastic(self) -> None:
+        try:
+            results = in_order(self._results)
+        except Exception as error:  # what a host has sent
+            self.end(None, ProtocolError(f"invalid results: {error}"))
+        else:
+            self.end(results, None)
 
 
 class _RankCall:
     """One rank's part of a broadcast: the `Caller` of its node."""
-
-    __slots__ = ("_broadcast", "_member")
 
     def __init__(self, broadcast: Broadcast, member: Member) -> None:
         self._broadcast = broadcast
@@ -201,21 +217,11 @@ class _RankCall:
         if isinstance(message, messages.Ended) and message.why not in ("unpicklable", "exit"):
             broadcast.gang.broken = True
         label, untrusted = broadcast.call.label, broadcast.untrusted
-        try:
-            value = unpack_result(
-                message, buffers, host=member.node.name, rank=member.rank, label=label, untrusted=untrusted
-            )
-        except Exception as error:  # without its frames: Python prints those of each error in a group
-            broadcast.note(member, error.with_traceback(None), failed=True)
-        except BaseException as error:  # raised by unpickling the result, or by a signal handler of the program
-            lost = not_unpickled(error, host=member.node.name, rank=member.rank, label=label)
-            broadcast.note(member, lost, failed=True)
-            raise
-        else:
-            broadcast.note(member, value, failed=False)
+        done = functools.partial(broadcast.note, member)
+        deliver(done, message, buffers, host=member.node.name, rank=member.rank, label=label, untrusted=untrusted)
 
     def failed(self, error: Exception) -> None:
-        self._broadcast.note(self._member, error, failed=True)
+        self._broadcast.note(self._member, None, error)
 
 
 def _fold(failures: Sequence[Exception]) -> None:
@@ -230,16 +236,14 @@ def _fold(failures: Sequence[Exception]) -> None:
                 failure.__cause__ = RemoteTraceback(text, cause.host, cause.rank)
 
 
-Start = Callable[[], None]
-
-
 class Broadcasts:
     """Runs the broadcasts of a pool one at a time, in the order in which they were submitted. Thread-safe.
 
     Invariants: at most one is active; while one waits, another is active; a closed queue is empty.
 
     So every rank gets them in the same order, whatever threads submit them and however large they are. And when one is
-    cancelled, or fails and its processes exit, the next has not begun on any rank and gets a new gang.
+    cancelled, or fails and its processes exit, the next has not begun on any rank and gets a new gang. The gang is kept
+    while its processes run and its spec, which includes the project's code, stays the same.
     """
 
     def __init__(
@@ -251,20 +255,30 @@ class Broadcasts:
         self._elastic = next((plugin.elastic for plugin in images.plugins if plugin.elastic), None)
         self._events = events
         self._untrusted = untrusted
-        self._gangs = self.new_cache(job)
+        self._job = job
+        self._finder = RendezvousFinder(strongest_need(images.plugins), events)
+        self._gang: Gang | None = None
+        self._numbers = itertools.count(1)
         self._lock = threading.Lock()
-        self._waiting: deque[tuple[Broadcast, Start]] = deque()
+        self._waiting: deque[Broadcast] = deque()
         self._active: Broadcast | None = None
         self._closed = False
 
-    # ---- on which ranks, and how often
+    # ---- on which ranks
 
     def ranks_on(self, node: Node) -> int:
         return self._ranks if self._ranks != "auto" else max(1, len(node.gpus))
 
     def available(self, nodes: Sequence[Node]) -> Sequence[Node]:
         """Those that a broadcast runs on now. Raises HostLost if they are too few for an elastic gang."""
-        return nodes if self._elastic is None else remaining(nodes, self._elastic)
+        elastic = self._elastic
+        if elastic is None:
+            return nodes
+        found = [node for node in nodes if node.lost is None]
+        if len(found) < elastic.min_hosts:
+            limits = elastic.min_hosts, elastic.max_hosts
+            raise HostLost(f"{len(found)} of {len(nodes)} hosts are left, too few for elastic={limits}")
+        return found[: elastic.max_hosts]
 
     def spec(self, nodes: Sequence[Node], tree: str, attempt: int = 0) -> GangSpec:
         return GangSpec(
@@ -276,60 +290,87 @@ class Broadcasts:
             plain=self._untrusted,
         )
 
-    def new_cache(self, job: str) -> GangCache:
-        """A cache of gangs, whose job ids begin with `job`."""
-        return GangCache(self._images.variables, job, RendezvousFinder.of(self._images.plugins, self._events))
+    def new_gang(self, spec: GangSpec, job: str, number: int = 1) -> Gang:
+        """Raises the error of a lost node, and PeersUnreachable."""
+        for node in spec.nodes:
+            if node.lost is not None:
+                raise node.lost
+        return Gang(spec, self._finder.arrange(spec.nodes), self._images.variables, name=f"gang{number}", job=job)
 
-    def submit(self, call: PackedCall, nodes: Sequence[Node], *, pool: object) -> CallFuture:
+    def _gang_for(self, spec: GangSpec, job: str | None) -> Gang:
+        """The gang for a broadcast. One that is retried gets a new gang, with the `job` of its earlier attempts."""
+        before = self._gang
+        if before is not None and not before.broken and before.spec == spec:
+            return before
+        if before is not None:
+            before.release()  # nothing runs in it: only one broadcast is active
+        number = next(self._numbers)
+        self._gang = gang = self.new_gang(spec, job or f"{self._job}-{number}", number)
+        known = [*(before.members if before is not None else ()), *gang.members]
+        for node in {member.node for member in known}:  # output of the previous gang may still arrive
+            node.members = {member.worker: member for member in known if member.node is node}
+        return gang
+
+    # ---- attempts
+
+    def submit(self, call: PackedCall, nodes: Sequence[Node], *, pool: object = None) -> CallFuture:
         """Runs a call on the ranks of the available nodes, again after a failure if it may be retried."""
-        elastic, retries = self._elastic, call.retries
-        jobs: list[str] = []
+        broadcast = self._attempt(call, nodes)
+        future = broadcast.future
+        future.pool = pool
+        self._add(broadcast)
+        if call.stall is not None:
+            watch(future, lambda: self._processes(future), call.stall, call.label, self._events)
+        return future
 
-        def start(attempt: int) -> CallFuture:
-            min_hosts = None if elastic is None else elastic.min_hosts
-            broadcast = Broadcast(call, self._ended, min_hosts=min_hosts, untrusted=self._untrusted)
-            self.add(broadcast, lambda: self._begin_on(broadcast, nodes, attempt, jobs))
-            broadcast.future.pool = pool
-            if call.stall is not None:
-                watch(broadcast.future, broadcast.processes, call.stall, call.label, self._events)
-            return broadcast.future
+    def _attempt(self, call: PackedCall, nodes: Sequence[Node], after: Broadcast | None = None) -> Broadcast:
+        enough = None if self._elastic is None else self._elastic.min_hosts
+        made = Broadcast(call, nodes, after=after, min_hosts=enough, untrusted=self._untrusted, ended=self._ended)
+        made.future.on_cancel = lambda: self._withdraw(made)
+        return made
 
-        if elastic is not None:
-            return retry(start, lambda error, number: may_go_on(error, number, elastic, retries), in_order)
-        return retry(start, lambda _, number: number < retries) if retries else start(0)
+    def _processes(self, future: CallFuture) -> Sequence[tuple[Node, str, int | None]]:
+        active = self._active
+        return active.processes() if active is not None and active.future is future else ()
 
-    def _begin_on(self, broadcast: Broadcast, nodes: Sequence[Node], attempt: int, jobs: list[str]) -> None:
-        """Sends a broadcast to the ranks of the available hosts. Raises their errors.
-
-        `jobs` keeps the job's name across attempts, so that a retry finds what an earlier attempt saved under it.
-        """
+    def _start(self, broadcast: Broadcast) -> None:
+        """Sends a broadcast to the ranks of the available hosts. May block for a while. Raises their errors."""
         call = broadcast.call
-        nodes = self.available(nodes)
-        spec = self.spec(nodes, call.tree, attempt)
-        gang = self._gangs.current(spec, job=jobs[0] if jobs else None)
-        jobs.append(gang.job)
-        with SIGINT_GUARD:
+        nodes = self.available(broadcast.nodes)
+        spec = self.spec(nodes, call.tree, broadcast.attempt)
+        gang = self._gang_for(spec, broadcast.job)
+        with SIGNAL_GUARD:
             broadcast.begin(gang, self._events.call(call.label, *(node.name for node in nodes), ranks=spec.ranks))
+
+    def _may_retry(self, broadcast: Broadcast, error: BaseException | None) -> bool:
+        """Whether to start a call again that failed: retries are left, or it is elastic and a host was lost."""
+        if not isinstance(error, Exception) or isinstance(error, CallCancelled) or broadcast.future.done():
+            return False  # a CallCancelled: it was detached, or the pool is closed
+        number, retries = broadcast.attempt, broadcast.call.retries
+        if number < retries or self._elastic is None:
+            return number < retries
+        lost = isinstance(error, BroadcastError) and any(isinstance(one, HostLost) for one in error.exceptions)
+        return lost and number < retries + self._elastic.max_restarts
 
     # ---- the queue
 
     def open(self) -> None:
         self._closed = False
 
-    def add(self, broadcast: Broadcast, start: Start) -> None:
-        """Runs it when all before it have ended. `start` begins it on a gang: it may block for a while, and raise."""
-        broadcast.future.on_cancel = lambda: self._withdraw(broadcast)
-        with SIGINT_GUARD:
+    def _add(self, broadcast: Broadcast) -> None:
+        """Runs it when all before it have ended."""
+        SIGNAL_GUARD.wrap()
+        with SIGNAL_GUARD:
             with self._lock:
                 closed, idle = self._closed, self._active is None
                 if idle and not closed:
                     self._active = broadcast
                 elif not closed:
-                    self._waiting.append((broadcast, start))
+                    self._waiting.append(broadcast)
         if closed:
-            broadcast.fail(_too_late(broadcast))
+            broadcast.end(None, _too_late(broadcast))
         elif idle:
-            self._begin(broadcast, start)
+            self._begin(broadcast)
 
     @property
     def is_idle(self) -> bool:
@@ -349,93 +390,44 @@ class Broadcasts:
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
-        for broadcast, _ in waiting:
-            broadcast.fail(_too_late(broadcast))
+        for broadcast in waiting:
+            broadcast.end(None, _too_late(broadcast))
 
-    def _begin(self, broadcast: Broadcast, start: Start) -> None:
+    def _begin(self, broadcast: Broadcast) -> None:
         try:
             if broadcast.future.done():
-                self._ended(broadcast)
+                self._ended(broadcast, None)
             else:
-                start()
+                self._start(broadcast)
         except Exception as error:
-            broadcast.fail(error)
+            broadcast.abandon(error)
         except BaseException as error:  # Ctrl-C, while waiting for a gang or after the call has begun
             if broadcast.gang is None:
-                broadcast.fail(error)
+                broadcast.end(None, error)
             broadcast.future.cancel()
             raise
 
     def _withdraw(self, broadcast: Broadcast) -> None:
         """Removes one that was cancelled while queued. If it is just beginning, `_begin` or the broadcast notices."""
         with self._lock:
-            self._waiting = deque(entry for entry in self._waiting if entry[0] is not broadcast)
+            self._waiting = deque(one for one in self._waiting if one is not broadcast)
 
-    def _ended(self, broadcast: Broadcast) -> None:
-        """Begins the next one, on a new thread: a new gang waits for replies, and this thread may be the reader."""
+    def _ended(self, broadcast: Broadcast, error: BaseException | None) -> bool:
+        """Queues the next attempt, if there is one, and returns whether that is so. Begins the next broadcast.
+
+        On a new thread: a new gang waits for replies, and this thread may be the reader.
+        """
         with self._lock:
             if self._active is not broadcast:
-                return
-            self._active = None
-            if not self._waiting:
-                return
-            following, start = self._waiting.popleft()
-            self._active = following
-        threading.Thread(target=self._begin, args=(following, start), daemon=True).start()
+                return False
+            again = not self._closed and self._may_retry(broadcast, error)
+            if again:
+                self._waiting.append(self._attempt(broadcast.call, broadcast.nodes, broadcast))
+            self._active = following = self._waiting.popleft() if self._waiting else None
+        if following is not None:
+            threading.Thread(target=self._begin, args=(following,), daemon=True).start()
+        return again
 
 
 def _too_late(broadcast: Broadcast) -> CallCancelled:
-    return CallCancelled(f"{broadcast.call.label} had not begun when the pool was closed")
-
-
-def retry(
-    start: Callable[[int], CallFuture],
-    again: Callable[[BaseException, int], bool],
-    finish: Callable[[Any], Any] = lambda result: result,
-) -> CallFuture:
-    """Starts a call, and restarts it after a failure while `again` returns True.
-
-    `start` and `again` are passed the number of earlier attempts.
-    """
-    outer = CallFuture()
-
-    def attempt(number: int) -> None:
-        try:
-            inner = start(number)
-        except BaseException as error:
-            outer.settle(None, error)
-            return
-        outer.node, outer.pool, outer.on_cancel = inner.node, inner.pool, inner.cancel
-        if outer.cancelled():  # in the meantime: the new attempt does not know yet
-            inner.cancel()
-        Future.add_done_callback(inner, lambda _: done(inner, number))
-
-    def done(inner: CallFuture, number: int) -> None:
-        if inner.cancelled():
-            outer.cancel()
-            return
-        error = inner.exception()
-        if error is None:
-            try:
-                found = finish(inner.result())
-            except Exception as trouble:
-                outer.settle(None, ProtocolError(f"invalid results: {trouble}"))
-            else:
-                outer.settle(found)
-        elif isinstance(error, CallCancelled):  # it was detached, or the pool is closed
-            outer.settle(None, error)
-        elif not outer.done() and again(error, number):  # on a new thread: this one may be the reader
-            threading.Thread(target=attempt, args=(number + 1,), daemon=True).start()
-        else:
-            outer.settle(None, error)
-
-    attempt(0)
-    return outer
-
-
-def may_go_on(error: BaseException, number: int, elastic: Elastic, retries: int) -> bool:
-    """Whether to restart an elastic call that failed: retries are left, or the cause is a lost host."""
-    if number < retries:
-        return True
-    lost = isinstance(error, BroadcastError) and any(isinstance(one, HostLost) for one in error.exceptions)
-    return lost and number < retries + elastic.max_restarts
+    return CallCancelled(f"{broadcast.call.label} had not started when the pool was closed")

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
+import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
@@ -23,11 +26,9 @@ from skyfab.files.transfer import Report
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.plugins.base import Plugin
-from skyfab.pool import open_pools
 from skyfab.pool.broadcast import Broadcasts
 from skyfab.pool.detach import Detacher
-from skyfab.pool.device_calls import DeviceCall
-from skyfab.pool.devices import Devices
+from skyfab.pool.devices import DeviceCall, Devices
 from skyfab.pool.files import AnyPath, Files
 from skyfab.pool.forward import Forward, Forwards
 from skyfab.pool.futures import CallFuture, refuse_to_block, wait_for
@@ -35,16 +36,16 @@ from skyfab.pool.host_choice import HostChoice
 from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
 from skyfab.pool.node import TABLE, Node
-from skyfab.pool.nodes import Nodes, close_all, named, open_all
+from skyfab.pool.nodes import Nodes, close_all, named, open_all, tell_files
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.scheduler import NOT_TAKEN, Scheduler, Task
 from skyfab.pool.stall import watch
-from skyfab.pool.workdir import Workdirs, tell_files
+from skyfab.pool.workdir import Workdirs
 from skyfab.protocol import codec
 from skyfab.providers.base import Provider
 from skyfab.session.ask import Asker
 from skyfab.session.fanout import meanwhile
-from skyfab.session.sigint import SIGINT_GUARD
+from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.session.timing import Timing
 from skyfab.ui import failure
 from skyfab.ui.display import attach as attach_view
@@ -60,27 +61,28 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
-_SIZES: Final = "name hosts that have it: Compute(hosts=…) takes names, groups and tags of inventory.toml"
-_PLACES: Final = "the machines are your own: list them in inventory.toml, and choose some with Compute(hosts=…)"
-_OF_CLOUDS: Final = {
-    **dict.fromkeys(("accelerator", "accelerators", "gpu", "gpus", "vcpus", "cpus", "cpu"), _SIZES),
-    **dict.fromkeys(("memory", "memory_gb", "disk", "disk_gb", "architecture", "instance_type"), _SIZES),
-    **dict.fromkeys(("cloud", "region", "zone", "spot", "allocation", "max_hourly_cost", "ttl"), _PLACES),
-}
-"""Parameters that make sense for cloud machines only, and what to write instead."""
+_open_pools: Final[weakref.WeakSet[Compute]] = weakref.WeakSet()
+"""Those of this process."""
+
+_CLOUD_OPTIONS: Final = frozenset(
+    (
+        *("accelerator", "accelerators", "gpu", "vcpus", "cpus", "memory", "memory_gb", "disk", "disk_gb"),
+        *("architecture", "instance_type", "cloud", "region", "zone", "spot", "allocation", "max_hourly_cost", "ttl"),
+    )
+)
+"""Options of tools that rent machines."""
 
 
-def _refuses_rent(init: Callable[P, None]) -> Callable[P, None]:
-    """Makes a constructor raise a UsageError for parameters of clouds. Other unknown names raise Python's TypeError."""
+def _with_hint_for_cloud_options(init: Callable[P, None]) -> Callable[P, None]:
+    """Makes a constructor raise UsageError for options of tools that rent machines."""
 
     @functools.wraps(init)
     def checked(*args: P.args, **options: P.kwargs) -> None:
-        for name in options:
-            if name in _OF_CLOUDS and name not in known:
-                raise UsageError(f"Compute({name}=…) rents no machines", hint=_OF_CLOUDS[name])
+        for name in _CLOUD_OPTIONS.intersection(options):
+            hint = "list your machines in inventory.toml, and choose by name, group or tag: Compute(hosts=…)"
+            raise UsageError(f"Compute has no option {name}=: it does not rent machines", hint=hint)
         init(*args, **options)
 
-    known = init.__code__.co_varnames[: init.__code__.co_argcount + init.__code__.co_kwonlyargcount]
     return checked
 
 
@@ -92,7 +94,7 @@ class Compute(ShownAsTable):
     4
     """
 
-    @_refuses_rent
+    @_with_hint_for_cloud_options
     def __init__(
         self,
         hosts: str | Iterable[str | Host] | None = None,
@@ -115,20 +117,20 @@ class Compute(ShownAsTable):
         """Does not connect yet: that happens when the pool is entered.
 
         `hosts` is a selection such as ``"gpu,!node3"``, or a list of names and hosts; None: all of the `inventory`,
-        which is what `Inventory.of` takes (None: the one that is found). `where` is a condition on them, as in
-        ``"gpu.memory >= 40GB and not busy"`` (docs/hosts.md). `nodes` is how many of them to use. A `provider`, as in
-        ``Container(nodes=2)``, makes the hosts when the pool is opened and removes them when it is closed.
+        as for `Inventory.of` (None: the default one). `where` is a condition such as
+        ``"gpu.memory >= 40GB and not busy"`` (docs/hosts.md). `nodes` is the number of hosts to use. A `provider` such
+        as ``Container(nodes=2)`` creates the hosts when the pool is opened and removes them when it is closed.
 
-        `ranks` is how many processes a broadcast has on each host; ``"auto"``: one for each GPU, or one. `image` is
-        their environment, `plugins` what they are set up with, `env` further variables.
+        `ranks` is the number of processes of a broadcast on each host; ``"auto"``: one for each GPU, or one. `image` is
+        their environment, `plugins` set them up, `env` has further variables.
 
-        `lease` is for how many seconds hosts and this program wait for a connection that is lost; a host that does not
-        answer for `heartbeat_timeout` seconds while others do is lost. `timeout` is that of functions that have none.
-        `ui` is how events are shown: live (``"rich"``), as lines (``"plain"``), not at all, or as it fits (``"auto"``).
+        `lease` is how many seconds hosts and this program wait for a lost connection; a host that does not answer for
+        `heartbeat_timeout` seconds while others do is lost. `timeout` is the default for functions. `ui` is how events
+        are shown: live (``"rich"``), as lines (``"plain"``), not at all (``"none"``), or the best choice (``"auto"``).
 
-        `workdir` is the working directory of functions. ``"auto"``: on a host, a persistent folder that corresponds to
-        the current one here; on this machine, the current folder itself. Otherwise a path on the hosts, or ``"temp"``
-        for a folder that is deleted with the pool.
+        `workdir` is the working folder of functions. ``"auto"``: on a host, a persistent folder that corresponds to the
+        current folder of this program; on this machine, the current folder itself. Otherwise a path on the hosts, or
+        ``"temp"`` for a folder that is deleted with the pool.
 
         With ``results="data"`` hosts are not trusted: they may return plain data, numpy arrays and torch tensors, and
         nothing is unpickled (docs/security.md).
@@ -142,8 +144,8 @@ class Compute(ShownAsTable):
         self.hosts: Sequence[Node] = ()  # once the pool is open
         self._choice = HostChoice(hosts, inventory, nodes=nodes, where=where, provider=provider)
         self._timeout, self._results, self._ui = timeout, results, ui
-        self._sync = ProjectSync(Project(image or Image()))
         self._images = HostImages(self._choice.listed, image or Image(), plugins, env)
+        self._sync = ProjectSync(Project(image or Image()))
         self._scheduler = Scheduler(self.events.call, untrusted=untrusted)
         timing = Timing(lease=lease, heartbeat_timeout=heartbeat_timeout)
         self._nodes = Nodes(self._images, Workdirs(workdir), timing, self.events, self._scheduler, self._sync)
@@ -190,12 +192,12 @@ class Compute(ShownAsTable):
         if self._open:
             return self
         if self._is_parents:
-            raise open_pools.parents_pool()
+            raise _parents_pool()
         nesting.check()
         self._sync.begin()
         with contextlib.ExitStack() as opened:
-            SIGINT_GUARD.watch()
-            opened.callback(SIGINT_GUARD.leave)
+            SIGNAL_GUARD.watch()
+            opened.callback(SIGNAL_GUARD.leave)
             if self._ui != "none":
                 opened.callback(attach_view(self.events, self._ui, timeout=self._nodes.timing.lease / 4))
             opened.callback(self._choice.release)
@@ -209,7 +211,7 @@ class Compute(ShownAsTable):
         self._broadcasts.open()
         self._sync.open(self.hosts)
         self._open = True
-        open_pools.add(self)
+        _open_pools.add(self)
         try:
             for plugin in self._images.plugins:
                 self._around.enter_context(plugin.around_client(self))
@@ -238,6 +240,7 @@ class Compute(ShownAsTable):
         refuse_to_block()
         if not self._open:
             close_all(self._nodes.nodes)  # stops another thread that may be connecting
+            self._sync.close()  # a call that was interrupted by closing may have begun to watch again
             return
         try:
             self._around.close()
@@ -245,7 +248,7 @@ class Compute(ShownAsTable):
             self._nodes.recovery.close()
         finally:
             self._open = False
-            open_pools.discard(self)
+            _open_pools.discard(self)
             with self._closing:
                 self._stop()
 
@@ -290,16 +293,16 @@ class Compute(ShownAsTable):
     def submit(self, call: Call[R], *, on: str = "one", keep: bool = False) -> Future[R]:
         """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.
 
-        Arrays and tensors are not copied: do not modify them until the future is done. If there are tensors of a remote
-        device of that host among the arguments, the call runs in the worker of the device and has the tensors
-        themselves. With `keep` it always runs in such a worker; the tensors of its result stay there, and the result
-        has remote tensors (docs/remote_device.md). Raises NotPicklable for what cannot be pickled.
+        Arrays and tensors are not copied: do not modify them until the future is done. If the arguments contain tensors
+        of a remote device of that host, the call runs in the worker of the device and uses the tensors directly. With
+        `keep` it always runs in such a worker; the tensors of its result stay on the host, and the result has remote
+        tensors (docs/remote_device.md). Raises NotPicklable.
         """
         self._check_call(call)
         if on == "all":
             if keep:
                 hint = "[compute.submit(call, on=host.name, keep=True) for host in compute.hosts]"
-                raise UsageError("keep=True is for a call to one host, and this one is a broadcast", hint=hint)
+                raise UsageError("keep=True is for a call to one host, but this call is a broadcast", hint=hint)
             return self._broadcasts.submit(self._pack(call), self.hosts, pool=self)
         node = None if on == "one" else named(self.hosts, on)
         return self._start(call, self._pack_solo(call, node), node, keep=keep)
@@ -347,8 +350,8 @@ class Compute(ShownAsTable):
     def launch(self, call: Call[Any], *, on: str = "all", name: str | None = None) -> Run:
         """Starts a `call` that outlives this program: the hosts keep its output and result. `on` is as in `submit`.
 
-        `name` is one to find it by, that of the function if none is given. It has workers of its own. Returns once the
-        hosts have all they need; ``sky.attach(run.id)`` reconnects to it.
+        Find it by `name`, by default that of the function. It has its own workers. Returns once the hosts have all they
+        need; ``sky.attach(run.id)`` reconnects to it.
         """
         self._check_call(call)
         packed = self._pack(call)
@@ -358,8 +361,8 @@ class Compute(ShownAsTable):
         nodes = self._nodes.copies(chosen)
         detacher = Detacher(nodes, ranks, label=packed.label, name=name)
         if on == "all":
-            gangs = broadcasts.new_cache(detacher.id)
-            detacher.start_gang(lambda: gangs.current(broadcasts.spec(nodes, packed.tree)), tree, packed)
+            job = f"{detacher.id}-1"
+            detacher.start_gang(lambda: broadcasts.new_gang(broadcasts.spec(nodes, packed.tree), job), tree, packed)
         else:
             detacher.start_one(self._nodes.solo_spec, tree, packed)
         return attach(detacher.id, [node.host for node in chosen], inventory=self.inventory, results=self._results)
@@ -412,25 +415,25 @@ class Compute(ShownAsTable):
         return wait_for(future, self.hosts, self.events.waiting)
 
     def put(self, obj: T) -> Ref[T]:
-        """A reference to pass to several calls in place of `obj`, which is sent to each host only once.
+        """A reference to pass to several calls instead of `obj`, which is sent to each host only once.
 
-        The object is copied now: later changes, here or in a call, are not visible to other calls. Raises
+        The object is copied now: later changes, by this program or a call, are not visible to other calls. Raises
         NotPicklable.
         """
         return put(obj)
 
     def upload(self, path: AnyPath, *, to: AnyPath | None = None, on: str = "all") -> list[Report]:
-        """Copies the file or folder `path` to hosts, where `to` is relative to the working directory (docs/files.md).
+        """Copies the file or folder `path` to hosts, where `to` is relative to the working folder (docs/files.md).
 
-        `on` is a host, "head" or "all". Without `to`, it has the same place there as in the current folder here. What
-        is there already is not sent.
+        `on` is a host, "head" or "all". Without `to`, it keeps its path relative to the current folder. Skips files
+        that the hosts already have.
         """
         return self.files.upload(path, to, self._chosen(on))
 
     def download(self, path: AnyPath | Sequence[AnyPath], *, to: AnyPath = ".", on: str = "all") -> list[Report]:
-        """Copies the files and folders of `path` from hosts into the folder `to`; it may have patterns: ``ckpt/*``.
+        """Copies the files and folders of `path`, which may be patterns such as ``ckpt/*``, from hosts into `to`.
 
-        `on` is as in `upload`. From several hosts, each into a folder of the host's name.
+        `on` is as in `upload`. From several hosts, copies into a folder named after each host.
         """
         paths = [path] if isinstance(path, (str, os.PathLike)) else path
         return self.files.download(paths, to, self._chosen(on), apart=on == "all" and len(self.hosts) > 1)
@@ -440,7 +443,7 @@ class Compute(ShownAsTable):
         return self.hosts if on == "all" else [named(self.hosts, on)]
 
     def forward(self, port: int | str, *, on: str = "head", local: int | None = None) -> Forward:
-        """Makes a port of a host one of 127.0.0.1 on this machine, until the pool is closed (docs/forward.md).
+        """Forwards a port of a host to 127.0.0.1 on this machine, until the pool is closed (docs/forward.md).
 
         `port` is one of the host itself, or ``"name:port"`` of a machine that it can connect to. `on` is a host, or
         "head". `local` is the port on this machine; None: the same one if it is free, else any; 0: any.
@@ -480,7 +483,7 @@ class Compute(ShownAsTable):
 
     def _check_open(self) -> None:
         if self._is_parents:
-            raise open_pools.parents_pool()
+            raise _parents_pool()
         if not self._open:
             raise UsageError("the pool is not open", hint="with sky.Compute(…) as compute: …")
 
@@ -489,14 +492,34 @@ class Compute(ShownAsTable):
         return self._sync.digest(self._scheduler.use_tree)
 
     def __del__(self) -> None:
-        if getattr(self, "_open", False):
-            open_pools.close_dropped(self, [node.name for node in self.hosts])
+        """Closes it on a new thread: the garbage collector may run on any thread, with any lock held."""
+        if getattr(self, "_open", False) and not sys.is_finalizing():
+            text = f"a pool was dropped while it was open: {', '.join(node.name for node in self.hosts)}"
+            warnings.warn(text, ResourceWarning, stacklevel=2, source=self)
+            threading.Thread(target=self.close, daemon=True).start()
+
+
+def _leave_all_to_parent() -> None:
+    for pool in list(_open_pools):
+        pool.leave_to_parent()
+    _open_pools.clear()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _parents_pool() -> UsageError:
+    """The error for using a pool in a child that was forked while it was open."""
+    return UsageError(
+        "this pool was opened by the process that this one was forked from",
+        hint="open one here: with sky.Compute(…) as compute: …",
+    )
 
 
 def _check_options(*, ranks: int | str, lease: float, heartbeat_timeout: float, results: str) -> None:
     """Raises UsageError for invalid options."""
     if ranks != "auto" and (type(ranks) is not int or ranks < 1):
-        raise UsageError(f"invalid ranks={ranks!r}: expected a number from 1 on, or 'auto'")
+        raise UsageError(f"invalid ranks={ranks!r}: expected 1 or more, or 'auto'")
     if not _is_number(lease) or not lease >= 1:
         raise UsageError(f"invalid lease={lease!r}: expected a number of seconds, at least 1")
     if not _is_number(heartbeat_timeout) or not heartbeat_timeout > 0:

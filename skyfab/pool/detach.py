@@ -28,7 +28,6 @@ class Detacher:
         self._ranks = ranks
         self._label = label
         self._name = name or label
-        self._failures: list[Exception] = []
 
     def start_gang(self, gather: Callable[[], Gang], tree: Tree | None, call: PackedCall) -> None:
         """Starts a call on every rank. If it cannot start, raises the reason and leaves nothing behind."""
@@ -37,9 +36,11 @@ class Detacher:
             gang = gather()
             self._describe_gang(gang)
             broadcast = Broadcast(call)
-            broadcast.begin(gang, self._note)
+            broadcast.begin(gang)
             for node in self._nodes:
                 node.session.wait(lambda: broadcast.is_sent or broadcast.future.done())
+            if broadcast.future.done():
+                broadcast.future.result()
 
         self._start(go, tree)
 
@@ -62,19 +63,13 @@ class Detacher:
         try:
             for node in self._nodes:
                 if tree is not None and not node.sync_project(tree):
-                    raise SkyfabError("a file of the project changed in this moment", hint="try again")
+                    raise SkyfabError("a file of the project changed at the same time", hint="try again")
             go()
-            if self._failures:
-                raise self._failures[0]
             for node in self._nodes:
                 node.session.abandon()
         except BaseException:
             close_all(self._nodes)
             raise
-
-    def _note(self, error: BaseException | None) -> None:
-        if isinstance(error, Exception):
-            self._failures.append(error)
 
     def take_over(self, broadcast: Broadcast) -> None:
         """Turns a running broadcast into the run. Raises HostLost."""

@@ -11,7 +11,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from skyfab._util.sizes import counted
 from skyfab.calls.call import Call, as_function
@@ -23,19 +23,24 @@ from skyfab.calls.pack import (
     send_main_by_value,
     sources_of,
 )
+from skyfab.calls.results import deliver, unpack_result
 from skyfab.device import devices
+from skyfab.device.stream import DeviceFuture, DeviceStream
 from skyfab.errors import DeviceError, HostLost, HostUnfit, SkyfabError, UsageError, WorkerDied
-from skyfab.host.device import entry
+from skyfab.host.device import entry, wire
 from skyfab.pool.addresses import Candidates
-from skyfab.pool.device_calls import DeviceCall
+from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Caller, Node, WorkerSpec
-from skyfab.protocol import codec
-from skyfab.session.sigint import SIGINT_GUARD
+from skyfab.protocol import codec, messages
+from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.ui.events import Events, Notice
 
 if TYPE_CHECKING:
     from skyfab.device.batches import Batch
-    from skyfab.device.stream import DeviceStream
+
+
+_CONTINUES: Final = ("exit", "unpicklable")
+"""Endings of a call after which its process continues."""
 
 
 class DeviceLink:
@@ -43,7 +48,7 @@ class DeviceLink:
 
     def __init__(self, node: Node, worker: str, spec: WorkerSpec, events: Events) -> None:
         self.name = node.name
-        self.guard = SIGINT_GUARD
+        self.guard = SIGNAL_GUARD
         self.node = node
         self.worker = worker
         self.tree = spec.tree
@@ -84,6 +89,65 @@ class DeviceLink:
 
     def close(self) -> None:
         self.node.release(self.worker)
+
+
+class DeviceCallFuture(DeviceFuture, CallFuture):
+    """The future of a call on a device. Cancelling it does not stop the call: its worker's tensors would be lost."""
+
+
+class DeviceCall(Caller):
+    """One call: its future, and what becomes of its reply."""
+
+    def __init__(
+        self, stream: DeviceStream, link: DeviceLink, label: str, first: int, events: Events, *, untrusted: bool
+    ) -> None:
+        """The tensors of its result stay on the host if `first` is not 0: that is the id of the first of them."""
+        self._stream = stream
+        self._link = link
+        self._label = label
+        self._first = first
+        self._untrusted = untrusted
+        self._ended = events.call(label, link.name)
+        self.future = DeviceCallFuture(stream)
+        self.future.node = link.node
+
+    def processes(self) -> list[tuple[Node, str, int | None]]:
+        """Node, worker and rank (None) where it runs."""
+        return [(self._link.node, self._link.worker, None)]
+
+    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        if isinstance(message, messages.Ended) and message.why not in _CONTINUES:
+            self._stream.end(message.text or f"{self._label}: {message.why}")
+        about = {"host": self._link.name, "rank": None, "label": self._label, "untrusted": self._untrusted}
+        deliver(self._finish, message, buffers, unpack=self._result, **about)
+
+    def _result(self, message: messages.Message, buffers: list[memoryview], **about: Any) -> Any:
+        if self._first and isinstance(message, messages.Result) and buffers:
+            return self._stays(buffers[0])
+        if isinstance(message, messages.Ended) and message.why == "unstarted" and self._stream.earlier_error:
+            raise self._stream.earlier_error
+        try:
+            return unpack_result(message, buffers, **about)
+        except DeviceError:  # it was not called, or needs a tensor that was never computed
+            cause = self._stream.earlier_error
+            if cause is None:
+                raise
+            raise cause from None
+
+    def _stays(self, data: memoryview) -> Any:
+        """The result, with remote tensors. Raises ProtocolError."""
+        from skyfab.device import tensors
+
+        document = wire.decode(data)
+        value = document.get("value") if isinstance(document, dict) else None
+        return tensors.restore(value, self._first, self._stream.index)
+
+    def failed(self, error: BaseException) -> None:
+        self._finish(None, error)
+
+    def _finish(self, result: Any, error: BaseException | None) -> None:
+        self._ended(error)  # before threads that wait for the future continue
+        self.future.settle(result, error)
 
 
 class Devices:
@@ -170,13 +234,12 @@ class Devices:
             label=call.function.label,
             timeout=timeout,
         )
-        started = DeviceCall(stream, link.node, link.worker, packed.label, first, untrusted=self._untrusted)
+        started = DeviceCall(stream, link, packed.label, first, self._events, untrusted=self._untrusted)
 
         def send() -> None:
-            with SIGINT_GUARD:
+            with SIGNAL_GUARD:
                 link.call(packed, started)
 
-        started.begin(self._events)
         try:
             stream.send_between(send)
         except BaseException as error:

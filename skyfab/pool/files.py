@@ -11,7 +11,7 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -32,12 +32,11 @@ from skyfab.pool.futures import refuse_to_block
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol import codec, messages
 from skyfab.session.fanout import Raised, for_each_host, one_error
-from skyfab.session.sigint import SIGINT_GUARD
+from skyfab.session.replies import Reply
+from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.ui.events import Events, Moved, Notice
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from skyfab.files.entries import Skip
 
 _PACE: Final = 0.1
@@ -49,6 +48,11 @@ _workers = itertools.count(1)
 AnyPath = str | os.PathLike[str]
 
 
+def local_path(path: AnyPath) -> Path:
+    """A path on this machine. One that exists is used literally, also if it begins with ``~``."""
+    return Path(path) if os.path.lexists(path) else Path(path).expanduser()
+
+
 class Files:
     """The transfers of a pool."""
 
@@ -58,7 +62,7 @@ class Files:
 
     def upload(self, path: AnyPath, to: AnyPath | None, nodes: Sequence[Node]) -> list[Report]:
         """Copies a file or folder to hosts. Raises OSError for what cannot be read here."""
-        top = Path(path).expanduser().absolute()
+        top = local_path(path).absolute()
         base = os.fsencode(top.name)
         skipped: list[Skip] = []
         is_file = not top.is_dir()
@@ -69,9 +73,9 @@ class Files:
         return self._send(found, skipped, place, base, is_file, nodes)
 
     def lay_out(self, folder: Path, nodes: Sequence[Node]) -> tuple[str, list[Report]]:
-        """Copies what .gitignore allows of a folder into the working directory on hosts, to the same place as here.
+        """Copies what .gitignore allows of a folder into the working folder on hosts, to the same place as here.
 
-        Returns that place, relative to the working directory, beside the reports.
+        Returns that place, relative to the working folder, beside the reports.
         Files that are newer there stay, and what was fetched from these hosts into folders of their names is left out.
         """
         skipped: list[Skip] = []
@@ -102,7 +106,7 @@ class Files:
     ) -> list[Report]:
         def send(node: Node, stopped: threading.Event) -> Report:
             own = list(skipped) if len(nodes) > 1 else skipped  # `found` may still add to it
-            with self._remote(node, stopped) as remote:
+            with closing(Remote(node, self._spec_of(node, ""), stopped)) as remote:
                 keep_newer = laid_out is not None
                 there, called, room = check("receive", remote.ask("receive", place, base, is_file, keep_newer).result())
                 if laid_out is not None:
@@ -124,7 +128,7 @@ class Files:
         places: dict[str, str] = {}
 
         def fetch(node: Node, stopped: threading.Event) -> Report:
-            with self._remote(node, stopped) as remote:
+            with closing(Remote(node, self._spec_of(node, ""), stopped)) as remote:
                 patterns = [os.fsencode(path) for path in paths]
                 places[node.name] = check("send", remote.ask("send", patterns).result())
                 place = folder / node.name if apart else folder
@@ -135,37 +139,25 @@ class Files:
                     transfer.run(functools.partial(_fits, target.room, ""))
                 finally:
                     target.close()
+                with suppress(SkyfabError):  # it is reported as written then
+                    remote.ask("fetched", patterns).result()
                 if not transfer.report.entries and (apart or is_new):
                     with suppress(OSError):  # it is not empty
                         place.rmdir()
                 return transfer.report
 
         reports = self._on_each(fetch, nodes)
-        self._note_fetched([os.fspath(path) for path in paths], nodes)
         empty = [report.host for report in reports if not report.entries]
         if len(empty) == len(nodes):
             words = ", ".join(map(str, paths))
-            raise UsageError(f"no file matches {words}", host=empty[0], hint=f"looked in {places[empty[0]]}")
+            is_relative = not words.startswith(("/", "~"))
+            hint = f"looked in {places[empty[0]]}" if is_relative else None
+            raise UsageError(f"no file matches {words}", host=empty[0], hint=hint)
         for host in empty:
             self._events.emit(Notice(host=host, text=f"no file matches {', '.join(map(str, paths))}"))
         return reports
 
-    def _note_fetched(self, paths: Sequence[str], nodes: Sequence[Node]) -> None:
-        """Tells the hosts, which then do not report these files as written when the pool closes."""
-        if paths and self._events.active:
-            for node in nodes:
-                with suppress(SkyfabError):
-                    node.session.send(messages.Written(fetched=paths), answer=lambda *_: None, failure=lambda _: None)
-
     # ---- one host
-
-    @contextmanager
-    def _remote(self, node: Node, stopped: threading.Event) -> Iterator[Remote]:
-        remote = Remote(node, self._spec_of(node, ""), stopped)
-        try:
-            yield remote
-        finally:
-            remote.close()
 
     def _transfer(self, node: Node, what: str, source: Side, target: Side) -> Transfer:
         began = last = time.monotonic()
@@ -204,9 +196,9 @@ class Files:
         reports = [outcome for outcome in outcomes if isinstance(outcome, Report)]
         for report in reports:
             for path, why in report.skipped[:_SHOWN]:
-                self._events.emit(Notice(host=report.host, text=f"left out {path}: {why}"))
+                self._events.emit(Notice(host=report.host, text=f"skipped {path}: {why}"))
             if len(report.skipped) > _SHOWN:
-                self._events.emit(Notice(host=report.host, text=f"left out {len(report.skipped) - _SHOWN} more"))
+                self._events.emit(Notice(host=report.host, text=f"skipped {len(report.skipped) - _SHOWN} more"))
         return reports
 
 
@@ -232,55 +224,38 @@ class Remote:
         *words, last = (request, *arguments)
         if isinstance(last, (bytes, memoryview)) and request in ("store", "piece"):
             last = pickle.PickleBuffer(last)
-        answer = Answer(self._node, request)
+        answer = Answer(self._node.name, request)
         payload = codec.dumps((*words, last, None))
-        with SIGINT_GUARD:
+        with SIGNAL_GUARD:
             call = PackedCall(function=_server(), arguments=payload, label=request)
             self._node.call(self._worker, self._spec, call, caller=answer, store="none")
         return answer
 
     def close(self) -> None:
-        with SIGINT_GUARD, suppress(SkyfabError):
+        with SIGNAL_GUARD, suppress(SkyfabError):
             self._node.release(self._worker)
 
 
-class Answer:
+class Answer(Reply):
     """The reply of a host to one request."""
 
-    def __init__(self, node: Node, request: str) -> None:
-        self._node = node
-        self._session = node.session
+    def __init__(self, host: str, request: str) -> None:
+        super().__init__()
+        self._host = host
         self._request = request
-        self._found: tuple[messages.Message, list[memoryview]] | None = None
-        self._error: Exception | None = None
-
-    def is_wanted(self) -> bool:
-        return True
-
-    def sent(self, stream: int) -> None: ...
-
-    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        self._found = (message, buffers)
-
-    def failed(self, error: Exception) -> None:
-        self._error = error
 
     def result(self) -> Any:
         """Waits for the reply. Raises HostUnfit for an error of the host's system."""
-        host = self._node.name
-        self._session.wait(lambda: self._found is not None or self._error is not None)
-        if self._found is None:
-            raise self._error or HostLost("the pool was closed", host=host)
-        message, buffers = self._found
+        message, buffers = self.wait()
         if not isinstance(message, messages.Result) or not buffers:
-            return unpack_result(message, buffers, host=host, rank=None, label="a transfer", untrusted=True)
+            return unpack_result(message, buffers, host=self._host, rank=None, label="a transfer", untrusted=True)
         try:
             found = json.loads(bytes(buffers[0]))
             if "value" not in found:
-                raise _unfit(int(found["errno"] or 0), str(found["text"]), host)
+                raise _unfit(int(found["errno"] or 0), str(found["text"]), self._host)
             return found["value"] if len(buffers) == 1 else [*found["value"], *buffers[1:]]
         except (ValueError, TypeError, KeyError, RecursionError) as error:
-            raise ProtocolError(f"not a reply to {self._request}", host=host) from error
+            raise ProtocolError(f"not a reply to {self._request}", host=self._host) from error
 
 
 @functools.cache
@@ -290,7 +265,7 @@ def _server() -> PackedFunction:
 
 
 def _unfit(number: int, text: str, host: str) -> HostUnfit:
-    hint = "free some space there, or send to another disk (to=…, --to=…)" if number in _FULL else None
+    hint = "free some space on it, or send to another disk (to=…, --to=…)" if number in _FULL else None
     return HostUnfit(text, host=host, hint=hint)
 
 
@@ -298,7 +273,7 @@ def _fits(room: int, host: str, size: int) -> None:
     """Raises HostUnfit, or OSError for this machine, if this many bytes do not fit."""
     if size <= room:
         return
-    text = f"no room for these files: they need {readable(size)}, {readable(room)} are free"
+    text = f"not enough space for these files: they need {readable(size)}, {readable(room)} is free"
     raise _unfit(errno.ENOSPC, text, host) if host else OSError(errno.ENOSPC, text)
 
 
@@ -311,7 +286,7 @@ def _typed(folder: Path) -> str:
 
 
 def _place(path: Path, *, elsewhere: str) -> str:
-    """The path in working directories that corresponds to one of this machine: as in the current folder."""
+    """The path in working folders that corresponds to one of this machine: as in the current folder."""
     path, here = Path(os.path.normpath(path)), Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else elsewhere
 

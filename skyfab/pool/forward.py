@@ -10,6 +10,7 @@ from typing import Final
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.session.backoff import Backoff
 from skyfab.ssh import transport_for
 from skyfab.ssh.logins import retry
 from skyfab.ssh.tunnel import LOOPBACK, PROHIBITED, Tunnel, not_available
@@ -17,7 +18,7 @@ from skyfab.ui.events import Events, Notice
 
 _FIRST_PAUSE: Final = 0.5
 _LONGEST_PAUSE: Final = 10.0
-"""Seconds between attempts to reconnect; each pause is twice as long as the one before."""
+"""Seconds between attempts to reconnect."""
 
 
 class Forward:
@@ -99,8 +100,8 @@ class Forward:
 
     def _reopen(self) -> bool:
         """Opens a new tunnel as soon as the host can be reached; False if the forward was closed, or login fails."""
-        pause = _FIRST_PAUSE
-        while not self._closing.wait(pause):
+        pauses = Backoff(_FIRST_PAUSE, _LONGEST_PAUSE, factor=2)
+        while not self._closing.wait(pauses.next()):
             try:
                 self._tunnel = self._open()
                 return True
@@ -108,7 +109,7 @@ class Forward:
                 self._say(f"port {self.port} is closed: {error.message}")
                 return False
             except SkyfabError:
-                pause = min(2 * pause, _LONGEST_PAUSE)
+                pass
         return False
 
     def _refused(self, reason: str) -> None:
@@ -178,7 +179,7 @@ def _local_port(wanted: int, local: int | None, *, taken: int) -> int:
     if local is not None and not 0 <= local < 65536:
         raise UsageError(f"local={local} is not a port", hint="a number from 1 to 65535, or 0 for any free one")
     if local == taken and local:
-        raise UsageError(f"port {local} of this machine would lead to itself", hint="local=0 uses a free one")
+        raise UsageError(f"port {local} of this machine would forward to itself", hint="local=0 uses a free one")
     for number in ([0] if wanted == taken else [wanted, 0]) if local is None else [local]:
         try:
             with socket.create_server((LOOPBACK, number)) as free:

@@ -13,7 +13,7 @@ from skyfab._util.html import ShownAsTable
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
 from skyfab.session.reader import refuse_to_wait
-from skyfab.session.sigint import SIGINT_GUARD
+from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.ui.events import Waiting, emitting
 
 R = TypeVar("R")
@@ -75,7 +75,7 @@ class CallFuture(Future[Any], ShownAsTable):
         """Raises UsageError if this thread or process cannot wait for it."""
         if not self.done():
             if self._process != os.getpid():
-                raise UsageError("this call was made by another process, and only that one can wait for it")
+                raise UsageError("this call belongs to another process, and only that process can wait for it")
             refuse_to_block()
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
@@ -84,7 +84,7 @@ class CallFuture(Future[Any], ShownAsTable):
 
     def cancel(self) -> bool:
         """Works while the call is queued and while it runs. Idempotent."""
-        with SIGINT_GUARD:
+        with SIGNAL_GUARD:
             if not super().cancel():
                 return False
             with self._condition:

@@ -1,40 +1,35 @@
-"""Gangs: the workers that run a broadcast together, one per rank, and the cache of a pool's current gang.
+"""Gangs: the workers that run a broadcast together, one per rank.
 
 The processes are kept for later calls. When one of them exits, the next call gets a new gang.
 """
 
 from __future__ import annotations
 
-import itertools
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-from skyfab.errors import HostLost, SkyfabError
+from skyfab.errors import SkyfabError
 from skyfab.inventory.host import Host
-from skyfab.plugins.base import Elastic
 from skyfab.pool.node import Node, WorkerSpec
-from skyfab.pool.rendezvous import Rendezvous, RendezvousFinder
+from skyfab.pool.rendezvous import Rendezvous
 
 
+@dataclass(frozen=True, slots=True)
 class Member:
     """One rank, and the node and worker that run it."""
 
-    __slots__ = ("_gang", "node", "rank", "shown_rank", "spec", "worker")
-
-    def __init__(self, gang: Gang, node: Node, worker: str, spec: WorkerSpec, rank: int) -> None:
-        self._gang = gang
-        self.node = node
-        self.worker = worker
-        self.spec = spec
-        self.rank = rank
-        self.shown_rank = None if gang.spec.elastic_agents else rank
-        """None in an elastic gang: there a worker has several ranks, which may change."""
+    gang: Gang = field(repr=False)
+    node: Node
+    worker: str
+    spec: WorkerSpec
+    rank: int
+    shown_rank: int | None
+    """None in an elastic gang: there a worker has several ranks, which may change."""
 
     def exited(self) -> None:
         """Its process has exited: the next call gets a new gang."""
-        self._gang.broken = True
+        self.gang.broken = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,7 +91,9 @@ class Gang:
                 ours = {**rank_env(info, node, address.interface), **env(node.host)}
                 port = 0 if self.members else rendezvous.port
                 worker = WorkerSpec(tree=spec.tree, env=ours, info=info, port=port, plain=spec.plain)
-                self.members.append(Member(self, node, f"{name}.{local}", worker, len(self.members)))
+                rank = len(self.members)
+                shown = None if spec.elastic_agents else rank
+                self.members.append(Member(self, node, f"{name}.{local}", worker, rank, shown))
 
     def release(self) -> None:
         """Terminates its processes."""
@@ -106,54 +103,6 @@ class Gang:
                 member.node.release(member.worker)
             except SkyfabError:
                 pass  # a lost host: there is nothing to release
-
-
-class GangCache:
-    """Keeps one gang while its processes run and its spec, which includes the project's code, stays the same."""
-
-    def __init__(self, env: Callable[[Host], Mapping[str, str]], pool: str, finder: RendezvousFinder) -> None:
-        """`env` returns the environment variables of a host's workers; `pool` is a unique name."""
-        self._env = env
-        self._pool = pool
-        self._finder = finder
-        self._gang: Gang | None = None
-        self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
-
-    def current(self, spec: GangSpec, *, job: str | None = None) -> Gang:
-        """The gang for a call. Raises the error of a lost node.
-
-        A call that is retried gets a new gang, with the `job` of its earlier attempts.
-        """
-        with self._lock:
-            gang = self._gang
-            if gang is not None and not gang.broken and gang.spec == spec:
-                return gang
-            if gang is not None:
-                gang.release()  # nothing runs in it: a pool runs one broadcast at a time
-            for node in spec.nodes:
-                if node.lost is not None:
-                    raise node.lost
-            rendezvous = self._finder.arrange(spec.nodes)
-            number = next(self._numbers)
-            job = job or f"{self._pool}-{number}"
-            gang = Gang(spec, rendezvous, self._env, name=f"gang{number}", job=job)
-            before, self._gang = self._gang, gang
-            known = [*(before.members if before is not None else ()), *gang.members]
-            for node in {member.node for member in known}:  # output of the previous gang may still arrive
-                node.members = {member.worker: member for member in known if member.node is node}
-            return gang
-
-
-def remaining(nodes: Sequence[Node], elastic: Elastic) -> list[Node]:
-    """The nodes that are available for an elastic gang now. Raises HostLost if they are too few."""
-    found = [node for node in nodes if node.lost is None]
-    if len(found) < elastic.min_hosts:
-        raise HostLost(
-            f"{len(found)} of {len(nodes)} hosts are left, and elastic={elastic.min_hosts, elastic.max_hosts} needs"
-            f" {elastic.min_hosts} at least"
-        )
-    return found[: elastic.max_hosts]
 
 
 def rank_env(info: Mapping[str, Any], node: Node, interface: str) -> dict[str, str]:

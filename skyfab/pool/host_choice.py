@@ -86,7 +86,7 @@ class HostChoice:
             chosen = meets[: self._nodes]
             self.adopt(asker, chosen)
         if others:
-            events.emit(Notice(host=some(list(others)), text=f"left out by {self._condition.text!r}"))
+            events.emit(Notice(host=some(list(others)), text=f"excluded by {self._condition.text!r}"))
         return tuple(chosen)
 
     def adopt(self, asker: Asker, hosts: Iterable[Host]) -> None:
@@ -111,15 +111,15 @@ class HostChoice:
         lines = [f"\n  {name}: {reason}" for name, reason in others.items()]
         rest = f"\n  and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         text = repr(self._condition.text)
-        meet = f"only {count} of {len(self.listed)} hosts meet {text}, and nodes={self._nodes}" if count else ""
+        meet = f"only {count} of {len(self.listed)} hosts meet {text}, but nodes={self._nodes}" if count else ""
         raise UsageError("".join([meet or f"no host meets {text}", *lines[:_SHOWN], rest]))
 
 
 def _check_provider(provider: object, inventory: object) -> None:
     if not isinstance(provider, Provider):
         raise UsageError(
-            f"Compute(provider={provider!r}) rents no machines",
-            hint="provider=sky.Container(nodes=2) makes some here; Compute(hosts=…) takes those of inventory.toml",
+            f"Compute(provider={provider!r}) does not rent machines",
+            hint="provider=sky.Container(nodes=2) creates containers; Compute(hosts=…) uses hosts of inventory.toml",
         )
     if inventory is not None:
-        raise UsageError("a provider has an inventory of its own", hint="leave out inventory=…, or provider=…")
+        raise UsageError("a provider has its own inventory", hint="omit inventory=… or provider=…")

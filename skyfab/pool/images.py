@@ -6,17 +6,21 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from skyfab.calls import nesting
 from skyfab.calls.image import Image
-from skyfab.env.prepare import Preparation, Report, check
+from skyfab.env.prepare import Preparation, check
+from skyfab.errors import UsageError
 from skyfab.inventory.host import Host, checked
 from skyfab.plugins.base import Plugin, check_together
 from skyfab.session.ask import Prepare
 from skyfab.session.bootstrap import local_python
 from skyfab.session.shell import Shell
 from skyfab.ui.events import Events, HostState, Moved
+
+if TYPE_CHECKING:
+    from skyfab.env.install import Report
 
 _LOG: Final = logging.getLogger("skyfab")
 
@@ -28,6 +32,8 @@ class HostImages:
         self, hosts: Sequence[Host], image: Image, plugins: Sequence[Plugin], env: Mapping[str, str] | None = None
     ) -> None:
         """`hosts` are those that are known already; `env` are variables of the pool. Raises UsageError."""
+        if not isinstance(image, Image):
+            raise UsageError(f"image={image!r} is not an Image", hint='for example, image=sky.Image(pip=["torch"])')
         check_together(plugins)
         self.plugins = tuple(plugins)
         self._image = image

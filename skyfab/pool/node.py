@@ -66,9 +66,11 @@ class Caller(Protocol):
 
     def is_wanted(self) -> bool:
         """Checked just before the call is sent, which may be long after it was made: blobs are uploaded first."""
+        return True
 
     def sent(self, stream: int) -> None:
         """The call was sent, on this stream."""
+        return
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
         """The host's reply."""
@@ -80,8 +82,9 @@ class Caller(Protocol):
 class Member(Protocol):
     """The member of a gang that has a worker."""
 
-    shown_rank: int | None
-    """Its rank, if the worker has one."""
+    @property
+    def shown_rank(self) -> int | None:
+        """Its rank, if the worker has one."""
 
     def exited(self) -> None:
         """The worker's process has exited."""
@@ -112,7 +115,7 @@ class Node(ShownAsTable):
         self.name = host.name
         self.host = host
         self.workdir = Workdir()
-        """The working directory of its functions."""
+        """The working folder of its functions."""
         self.lost: Exception | None = None
         self._inventory = inventory
         self._owner = owner
@@ -234,7 +237,7 @@ class Node(ShownAsTable):
         others = [other for other in self._owner.nodes if other is not self and other.lost is None]
         others_respond = self.others_respond()
         if others and not others_respond:
-            reason += "; no host answers: is this machine's network up?"
+            reason += "; no host answers: is your network up?"
         timing = self.session.connection.timing
         limit = timing.heartbeat_timeout if others_respond else timing.lease
         self._owner.events.emit(HostState(host=self.name, state="reconnecting", detail=reason, limit=limit))
@@ -299,15 +302,12 @@ class Node(ShownAsTable):
         return 0
 
     def has_worker(self, worker: str, generation: int) -> bool:
-        """Whether a worker still is the process of that generation, as far as is known here."""
+        """Whether a worker still is the process of that generation, as known to this program."""
         return self._workers.get(worker, (None, 0))[1] == generation
 
-    def cancel(self, stream: int) -> None:
-        self.session.send(messages.Cancel(streams=[stream]))
-
-    def unassign(self, streams: list[int]) -> None:
-        """Asks the host to return calls that have not begun."""
-        self.session.send(messages.Cancel(streams=streams, begun=False))
+    def cancel(self, *streams: int, begun: bool = True) -> None:
+        """Asks the host to stop calls; without `begun`, to return those of them that have not begun."""
+        self.session.send(messages.Cancel(streams=list(streams), begun=begun))
 
     def release(self, worker: str) -> None:
         """Terminates a worker."""
@@ -369,10 +369,15 @@ class Node(ShownAsTable):
                 self._seen.popitem(last=False)
         return known or shared
 
-    def _store(self, content: dict[str, memoryview], then: Callable[[], object], failure: Failure) -> None:
-        """Sends the blobs that the host lacks and that are not being sent already, then calls `then`."""
+    def _store(
+        self, content: Mapping[str, Buffer], then: Callable[[], object], failure: Failure, *, keep: bool = False
+    ) -> None:
+        """Sends the blobs that the host lacks and that are not being sent already, then calls `then`.
+
+        With `keep` they are files of the project, and the host has said that it lacks them.
+        """
         with self._lock:
-            waiting = {name for name in content if name not in self._blobs}
+            waiting = {name for name in content if keep or name not in self._blobs}
             new = [name for name in waiting if name not in self._coming]
 
             def settled(name: str, error: Exception | None) -> None:
@@ -391,11 +396,11 @@ class Node(ShownAsTable):
             for name in waiting:
                 self._coming.setdefault(name, []).append(functools.partial(settled, name))
         for name in new:
-            self._send_blob(name, content[name])
+            self._send_blob(name, content[name], keep=keep)
         if there:
             then()
 
-    def _send_blob(self, name: str, content: Buffer, *, keep: bool = False) -> None:
+    def _send_blob(self, name: str, content: Buffer, *, keep: bool) -> None:
         session = self.session
 
         def done(error: Exception | None) -> None:
@@ -418,6 +423,14 @@ class Node(ShownAsTable):
         except SkyfabError as error:  # the host is lost: other calls may wait for this blob too
             done(error)
 
+    def _store_now(self, content: Mapping[str, Buffer]) -> None:
+        """Sends files of the project, and waits until the host has stored them. Raises HostLost and HostUnfit."""
+        outcomes: list[Exception | None] = []
+        self._store(content, lambda: outcomes.append(None), outcomes.append, keep=True)
+        self.session.wait(lambda: bool(outcomes))
+        if outcomes and outcomes[0] is not None:
+            raise outcomes[0]
+
     def knows(self, tree: Tree) -> bool:
         return tree.digest in self._trees
 
@@ -431,31 +444,17 @@ class Node(ShownAsTable):
         missing = self.session.ask(messages.Has(names=list(tree.sources)))
         assert isinstance(missing, messages.Missing)
         wanted = [name for name in missing.names if name in tree.sources]  # never send a file that was not offered
-        left, errors = set(wanted), list[Exception]()
-        unsent, held = set(wanted), 0
-
-        def settled(name: str, error: Exception | None) -> None:
-            left.discard(name)
-            if error is not None:
-                errors.append(error)
-
+        content, held = dict[str, Buffer](), 0
         for name in wanted:
-            content = tree.content(name)
-            if content is None:
+            found = tree.content(name)
+            if found is None:
                 return False
-            with self._lock:
-                new = name not in self._coming
-                self._coming.setdefault(name, []).append(functools.partial(settled, name))
-            if new:
-                self._send_blob(name, content, keep=True)
-            unsent.discard(name)
-            held += len(content)
+            content[name] = found
+            held += len(found)
             if held > _HELD:
-                self.session.wait(lambda: left <= unsent or bool(errors))
-                held = 0
-        self.session.wait(lambda: not left or bool(errors))
-        if errors:
-            raise errors[0]
+                self._store_now(content)
+                content, held = {}, 0
+        self._store_now(content)
         self.session.ask(messages.Tree(digest=tree.digest, files=[list(pair) for pair in tree.files]))
         self._trees.add(tree.digest)
         return True

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import atexit
+import json
 import resource
 import secrets
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from skyfab.detached.written import Written, event, parse
 from skyfab.errors import HostError, ProtocolError, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
@@ -19,10 +23,12 @@ from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.recovery import Recovery
 from skyfab.pool.scheduler import Scheduler
 from skyfab.pool.workdir import Workdirs
+from skyfab.protocol import messages
 from skyfab.session.bootstrap import Bootstrap
 from skyfab.session.bundle import bundle
 from skyfab.session.fanout import for_each_host, one_error, results_of
 from skyfab.session.reader import SharedReader
+from skyfab.session.replies import Reply
 from skyfab.session.session import Session
 from skyfab.session.timing import Timing
 from skyfab.ssh import transport_for
@@ -34,6 +40,8 @@ _PER_HOST: Final = 8
 """File descriptors per host. A connection has five; while it is suspect, others are attempted in parallel."""
 _SPARE: Final = 128
 """File descriptors left for the rest of the program."""
+_WRITTEN: Final = 2.0
+"""Timeout in seconds for the hosts' lists of written files, when a pool closes."""
 
 
 class Nodes(Owner):
@@ -191,8 +199,8 @@ def make_room(hosts: int) -> None:
     used = len(list(Path("/dev/fd").iterdir()))
     if used + _PER_HOST * hosts > hard:
         raise UsageError(
-            f"{hosts} hosts need about {used + _PER_HOST * hosts} open files, and this program may have {hard}",
-            hint="a larger limit (ulimit -n, LimitNOFILE= of a service), or fewer hosts at a time",
+            f"{hosts} hosts need about {used + _PER_HOST * hosts} open files, but the limit is {hard}",
+            hint="raise the limit (ulimit -n, LimitNOFILE= of a service), or use fewer hosts at a time",
         )
     wanted = used + 2 * _PER_HOST * hosts + _SPARE
     if wanted > soft:
@@ -206,3 +214,35 @@ def close_all(nodes: Sequence[Node]) -> None:
     except KeyboardInterrupt:
         atexit.register(end_all)
         raise
+
+
+def tell_files(nodes: Sequence[Node], inventory: Inventory, events: Events) -> None:
+    """Emits events about files that were written on other machines. Hosts that do not reply in time are skipped."""
+    if not events.active:
+        return
+    waiting: list[tuple[Node, Reply]] = []
+    for node in nodes:
+        is_kept = node.workdir.sent and node.host.transport != "local"
+        if node.lost is None and is_kept and node.session.responds:
+            reply = Reply()
+            with suppress(SkyfabError):
+                node.session.send(messages.Written(), answer=reply.answered, failure=reply.failed)
+                waiting.append((node, reply))
+    until = time.monotonic() + _WRITTEN
+    for node, reply in waiting:
+
+        def arrived(reply: Reply = reply) -> bool:
+            return reply.is_there
+
+        if node.session.wait(arrived, max(0.0, until - time.monotonic())):
+            for written in _written(reply):
+                if written.workdir == node.workdir.sent:
+                    events.emit(event(node.host, inventory, written))
+
+
+def _written(reply: Reply) -> Sequence[Written]:
+    with suppress(SkyfabError, ValueError, RecursionError):
+        message, _ = reply.wait()
+        if isinstance(message, messages.Done):
+            return parse(json.loads(message.text))
+    return []

@@ -19,7 +19,7 @@ class ProjectSync:
 
     def __init__(self, project: Project) -> None:
         self._project = project
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler may make a call
         self._nodes: Sequence[Node] | None = None  # None while the pool is not open
         self.tree: Tree | None = None
         """The tree that every node has; None before the first call, and if a node may lack something."""

@@ -8,7 +8,8 @@ and each host to the next: the work grows with the number of hosts, not with its
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -38,37 +39,22 @@ class Rendezvous:
 class RendezvousFinder:
     """Makes the rendezvous of a pool's gangs. Addresses are cached while the nodes have the same sessions."""
 
-    def __init__(
-        self, network: Network = "unused", notice: Callable[[str, str], None] = lambda host, text: None
-    ) -> None:
-        """`notice` is called with a host and a text if the network is "wanted" and does not work."""
+    def __init__(self, network: Network = "unused", events: Events | None = None) -> None:
+        """A `Notice` reports a network that is "wanted" and does not work."""
         self._network = network
-        self._notice = notice
-        self._known: dict[int, tuple[Session, Address]] = {}
-
-    @classmethod
-    def of(cls, plugins: Iterable[Plugin], events: Events) -> RendezvousFinder:
-        """With the strongest need for a network among the plugins. A `Notice` event reports what does not work."""
-        asked = {plugin.network for plugin in plugins}
-        network: Network = "needed" if "needed" in asked else "wanted" if "wanted" in asked else "unused"
-        return cls(network, lambda host, text: events.emit(Notice(host=host, text=text)))
+        self._events = events or Events()
+        self._known: weakref.WeakKeyDictionary[Session, Address] = weakref.WeakKeyDictionary()
 
     def arrange(self, nodes: Sequence[Node]) -> Rendezvous:
         """A rendezvous for a gang. If the network is "needed", raises PeersUnreachable, or a PoolError with several."""
-        addresses = self._again(nodes)
-        if addresses is None:
+        known = [self._known.get(node.session) for node in nodes]
+        addresses = [one for one in known if one is not None]
+        if len(addresses) < len(nodes):
             addresses = self._choose(nodes)
             for node, address in zip(nodes, addresses, strict=True):
-                self._known[node.index] = (node.session, address)
+                self._known[node.session] = address
         head = nodes[0]
         return Rendezvous(_port(head, head.session.ask(Listen(address=addresses[0].address))), tuple(addresses))
-
-    def _again(self, nodes: Sequence[Node]) -> list[Address] | None:
-        known = [self._known.get(node.index) for node in nodes]
-        addresses = [
-            one[1] for one, node in zip(known, nodes, strict=True) if one is not None and one[0] is node.session
-        ]
-        return addresses if len(addresses) == len(nodes) else None
 
     def _choose(self, nodes: Sequence[Node]) -> list[Address]:
         candidates = Candidates(nodes)
@@ -80,8 +66,14 @@ class RendezvousFinder:
             if self._network == "needed":
                 raise
             first = error if isinstance(error, PeersUnreachable) else error.exceptions[0]
-            self._notice(nodes[0].name, f"ranks may not find each other: {first}")
+            self._events.emit(Notice(host=nodes[0].name, text=f"ranks may be unable to reach each other: {first}"))
             return candidates.likely()
+
+
+def strongest_need(plugins: Iterable[Plugin]) -> Network:
+    """The strongest need for a network among the plugins."""
+    asked = {plugin.network for plugin in plugins}
+    return "needed" if "needed" in asked else "wanted" if "wanted" in asked else "unused"
 
 
 class _Search:
@@ -167,9 +159,9 @@ class _Search:
         return PeersUnreachable(
             message,
             host=node.name,
-            hint=f"ranks on different hosts talk over TCP; let them, on {other.name}: "
+            hint=f"ranks on different hosts connect over TCP; allow it on {other.name}: "
             f"sudo ufw allow proto tcp from {here}, or sudo iptables -I INPUT -p tcp -s {here} -j ACCEPT; "
-            "where another network leads there: interface = … in the inventory names it",
+            "or select another network with interface = … in the inventory",
         )
 
 

@@ -11,15 +11,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from skyfab.calls.pack import PackedCall, PackedFunction
-from skyfab.calls.results import not_unpickled, unpack_result
+from skyfab.calls.results import deliver, unpack_result
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Node, WorkerSpec
@@ -27,7 +26,7 @@ from skyfab.protocol import codec, messages
 from skyfab.protocol.mux import SMALL
 from skyfab.session.reader import refuse_to_wait
 from skyfab.session.replies import Reply
-from skyfab.session.sigint import SIGINT_GUARD
+from skyfab.session.signals import SIGNAL_GUARD
 
 NOT_TAKEN: Final = object()
 """The call was not made on the fast path: it must be queued."""
@@ -43,22 +42,10 @@ _SMALL: Final = 64 * 1024
 class Task:
     """One solo call, and its future. It is the `Caller` of its node."""
 
-    __slots__ = (
-        "_scheduler",
-        "call",
-        "each",
-        "ended",
-        "future",
-        "on",
-        "retries",
-        "returned",
-        "slot",
-        "started",
-        "stream",
-    )
+    _scheduler: Scheduler
+    """Set when it is added."""
 
     def __init__(self, call: PackedCall, *, on: Node | None = None) -> None:
-        self._scheduler: Scheduler | None = None
         self.call = call
         self.retries = call.retries
         """How often it may still be moved from a lost host to another one."""
@@ -87,15 +74,12 @@ class Task:
         return not self.future.cancelled()
 
     def sent(self, stream: int) -> None:
-        assert self._scheduler is not None
         self._scheduler.sent(self, stream)
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        assert self._scheduler is not None
         self._scheduler.answered(self, message, buffers)
 
     def failed(self, error: Exception) -> None:
-        assert self._scheduler is not None
         self._scheduler.failed(self, error)
 
 
@@ -107,8 +91,6 @@ _RESERVED: Final = Task(
 
 class Slot:
     """One worker for solo calls on one node."""
-
-    __slots__ = ("answered", "given", "node", "spec", "tasks", "worker")
 
     def __init__(self, node: Node, worker: str, spec: WorkerSpec) -> None:
         self.node = node
@@ -122,10 +104,6 @@ class Slot:
         self.answered = 0.0
         """Time of the last reply."""
 
-    @property
-    def load(self) -> int:
-        return len(self.tasks)
-
     def is_stuck(self, now: float) -> bool:
         """Its running call takes long: nothing should wait behind it."""
         if not self.tasks:
@@ -135,9 +113,6 @@ class Slot:
     def may_prefetch(self, task: Task, now: float) -> bool:
         """Whether a call may wait behind the running one: it is small, in the same process, and that is not stuck."""
         return task.call.arguments.size < _SMALL and self.given is self.spec and not self.is_stuck(now)
-
-
-_load = operator.attrgetter("load")
 
 
 class Scheduler:
@@ -181,7 +156,8 @@ class Scheduler:
         if arguments.buffers or len(arguments.data) > SMALL or call.function.payload.buffers:
             return NOT_TAKEN
         refuse_to_wait()
-        with SIGINT_GUARD:  # only the wait for the reply can be interrupted, so a reserved slot is always released
+        SIGNAL_GUARD.wrap()
+        with SIGNAL_GUARD:  # only the wait for the reply can be interrupted, so a reserved slot is always released
             slot = self._reserve()
             if slot is None:
                 return NOT_TAKEN
@@ -191,6 +167,7 @@ class Scheduler:
             try:
                 ended = self._started(call.label, host)
                 slot.node.call(slot.worker, slot.spec, call, caller=reply)
+                slot.node.session.read_until_there(reply)
                 message, buffers = reply.wait()
             except BaseException as error:
                 if not reply.stream:  # it was not sent
@@ -206,7 +183,7 @@ class Scheduler:
         try:
             if isinstance(message, messages.Ended) and message.why == "unstarted":
                 # The queue starts it again, with a start and an end of its own.
-                ended(CallCancelled("its worker had exited before it began"))
+                ended(CallCancelled("its worker exited before the call started"))
                 return NOT_TAKEN
             result = unpack_result(message, buffers, host=host, rank=None, label=call.label, untrusted=self.untrusted)
         except BaseException as error:
@@ -237,8 +214,9 @@ class Scheduler:
 
     def add(self, task: Task) -> None:
         """Runs the task as soon as a slot is free."""
-        task.enter(self)
-        with SIGINT_GUARD:
+        SIGNAL_GUARD.wrap()
+        with SIGNAL_GUARD:
+            task.enter(self)
             with self._lock:
                 self._waiting.append(task)
             self.advance()
@@ -253,50 +231,44 @@ class Scheduler:
             return
         self._advancing.add(me)
         try:
-            while self._advance_once():
-                pass
+            while (step := self._next_step()) is not None:
+                step()
         finally:
             self._advancing.discard(me)
 
-    def _advance_once(self) -> bool:
-        """Assigns one call, or fails those that no host can take. Returns False if there was neither."""
-        stranded: list[Task] = []
+    def _next_step(self) -> Callable[[], None] | None:
+        """What to do without the lock: make a call on a slot that is reserved for it now, or fail calls."""
         with self._lock:
-            placed = self._place(stranded)
-        for task in stranded:
-            lost = task.on.lost if task.on is not None else None
-            self._finish(task, None, lost or HostLost("every host of the pool is lost"))
-        if placed is not None:
-            self._give(*placed)
-        return placed is not None or bool(stranded)
+            return self._place() if self._waiting else None
 
-    def _place(self, stranded: list[Task]) -> tuple[Task, Slot] | None:
-        """The next task that can be assigned now, and its slot. Adds tasks that no slot can ever take to `stranded`."""
-        if not self._waiting:
-            return None
+    def _place(self) -> Callable[[], None] | None:
         alive = [slot for slot in self._slots if slot.node.lost is None]
         if not alive:
-            stranded += self._waiting
-            self._waiting.clear()
-            return None
+            stranded, self._waiting = self._waiting, deque()
+            return functools.partial(self._strand, stranded)
         now = time.monotonic()
         prefetch = max(1, min(_MOST, int(_PREFETCH / max(self._mean, 1e-6))))
         for position, task in enumerate(self._waiting):
             fitting = alive if task.on is None else [slot for slot in alive if slot.node is task.on]
-            slot = min(fitting, key=_load, default=None)
+            slot = min(fitting, key=lambda slot: len(slot.tasks), default=None)
             if slot is None:
                 del self._waiting[position]
-                stranded.append(task)
-                return None
+                return functools.partial(self._strand, [task])
             if not slot.tasks or (len(slot.tasks) < prefetch and slot.may_prefetch(task, now)):
                 del self._waiting[position]
                 slot.tasks.append(task)
                 slot.given = slot.spec
                 task.slot, task.stream = slot, 0  # the stream number on another host is void
-                return task, slot
+                return functools.partial(self._give, task, slot)
             if task.on is None:
                 return None  # everything is busy
         return None
+
+    def _strand(self, tasks: Iterable[Task]) -> None:
+        """Fails calls that no host can take."""
+        for task in tasks:
+            lost = task.on.lost if task.on is not None else None
+            self._finish(task, None, lost or HostLost("every host of the pool is lost"))
 
     def _give(self, task: Task, slot: Slot) -> None:
         task.started = time.monotonic()
@@ -336,17 +308,8 @@ class Scheduler:
             self._help()
         if again:
             return
-        try:
-            result = unpack_result(
-                message, buffers, host=slot.node.name, rank=None, label=task.call.label, untrusted=self.untrusted
-            )
-        except Exception as error:
-            self._finish(task, None, error)
-        except BaseException as error:  # raised by unpickling the result, or by a signal handler of the program
-            self._finish(task, None, not_unpickled(error, host=slot.node.name, rank=None, label=task.call.label))
-            raise
-        else:
-            self._finish(task, result)
+        done, label = functools.partial(self._finish, task), task.call.label
+        deliver(done, message, buffers, host=slot.node.name, rank=None, label=label, untrusted=self.untrusted)
 
     def _measure(self, task: Task, slot: Slot) -> None:
         now = time.monotonic()
@@ -371,7 +334,7 @@ class Scheduler:
             prefetch = [(slot, slot.tasks[1:]) for slot in self._slots if slot.is_stuck(now) and len(slot.tasks) > 1]
         for slot, tasks in prefetch:
             try:
-                slot.node.unassign([task.stream for task in tasks if task.stream])
+                slot.node.cancel(*(task.stream for task in tasks if task.stream), begun=False)
             except SkyfabError:
                 pass  # the host is lost: its failure will be reported separately
         self._help()
@@ -418,4 +381,4 @@ class Scheduler:
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
         for task in waiting:
-            self._finish(task, None, CallCancelled(f"{task.call.label} had not begun when the pool was closed"))
+            self._finish(task, None, CallCancelled(f"{task.call.label} had not started when the pool was closed"))

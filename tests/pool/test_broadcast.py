@@ -1,4 +1,4 @@
-"""One broadcast, its queue and its retries, against members that only note what they are told."""
+"""Broadcasts, their queue, retries and gangs, on nodes that only record what they are asked for."""
 
 from __future__ import annotations
 
@@ -8,16 +8,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stage.fakes import FakeNode
+from stage.fakes import EndsTheProgram, FakeNode, packed, result
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.calls.pack import PackedCall, PackedFunction
-from skyfab.errors import RemoteTraceback
 from skyfab.plugins.base import Elastic
-from skyfab.pool.broadcast import Broadcast, Broadcasts, may_go_on, retry
-from skyfab.pool.futures import CallFuture
-from skyfab.protocol import codec, messages
+from skyfab.pool.broadcast import Broadcast, Broadcasts
+from skyfab.pool.rendezvous import RendezvousFinder
+from skyfab.protocol import messages
 from skyfab.ui.events import Events
 
 GONE = sky.HostLost("gone", host="node1")
@@ -32,10 +30,9 @@ class Stage:
             SimpleNamespace(node=node, worker=f"gang1.{rank}", spec=None, rank=rank)
             for rank, node in enumerate(self.nodes)
         ]
-        self.gang: Any = SimpleNamespace(members=members, broken=False)
+        self.gang: Any = SimpleNamespace(members=members, broken=False, job="job")
         self.told: list[tuple[object, bool]] = []
-        self.ended: list[bool] = []
-        self.call = Broadcast(packed(), lambda call: self.ended.append(call.future.done()), **options)
+        self.call = Broadcast(packed(), **options)
 
     def begin(self) -> None:
         self.call.begin(self.gang, lambda error: self.told.append((error, self.call.future.done())))
@@ -44,15 +41,10 @@ class Stage:
         return self.nodes[rank].callers[0]
 
     def answer(self, rank: int, value: object) -> None:
-        payload = codec.dumps(value)
-        self.caller(rank).answered(messages.Result(parts=[len(payload.data)]), [memoryview(payload.data)])
+        self.caller(rank).answered(*result(value))
 
     def end(self, rank: int, why: str) -> None:
         self.caller(rank).answered(messages.Ended(why=why), [])
-
-
-def packed() -> PackedCall:
-    return PackedCall(function=PackedFunction("digest", codec.Payload(b"")), arguments=codec.Payload(b""), label="f")
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +75,6 @@ def test_the_result_is_that_of_each_rank_in_order() -> None:
         assert not stage.call.future.done()
         stage.answer(rank, f"rank {rank}")
     assert stage.call.future.result(0) == ["rank 0", "rank 1", "rank 2"]
-    assert stage.ended == [False], "the next one begins before who waits goes on"
     assert stage.told == [(None, False)]
     assert stage.call.future.on_cancel is None
     assert not stage.gang.broken
@@ -103,20 +94,6 @@ def test_it_is_sent_when_every_rank_has_it() -> None:
     assert not stage.call.is_sent
     stage.caller(1).sent(3)
     assert stage.call.is_sent
-
-
-def test_a_rank_that_fails_is_reported_with_what_the_others_returned() -> None:
-    stage = Stage(2)
-    stage.begin()
-    stage.answer(0, "fine")
-    stage.caller(1).failed(ValueError("only here"))
-    error = stage.call.future.exception(0)
-    assert isinstance(error, sky.BroadcastError)
-    assert "1 of 2 ranks" in str(error)
-    assert [str(each) for each in error.exceptions] == ["only here"]
-    assert error.results[0] == "fine"
-    assert stage.told == [(error, False)]
-    assert stage.ended == [False]
 
 
 def test_the_other_ranks_are_stopped_some_time_after_one_has_failed(timers: list[Any]) -> None:
@@ -185,9 +162,9 @@ def test_an_elastic_broadcast_may_lose_some_hosts_but_not_the_first() -> None:
     stage.begin()
     stage.caller(1).failed(GONE)
     assert stage.gang.broken, "the next one needs a new gang"
-    stage.answer(0, "a")
-    stage.answer(2, "c")
-    assert stage.call.future.result(0) == ["a", None, "c"]
+    stage.answer(0, [(1, "b"), (0, "a")])
+    stage.answer(2, [(2, "c")])
+    assert stage.call.future.result(0) == ["a", "b", "c"]
     for lost in ([0], [1, 2]):
         stage = Stage(3, min_hosts=2)
         stage.begin()
@@ -206,6 +183,13 @@ def test_an_elastic_broadcast_may_not_fail_otherwise() -> None:
     stage.caller(1).failed(ValueError("no"))
     stage.answer(0, 1)
     assert isinstance(stage.call.future.exception(0), sky.BroadcastError)
+
+
+def test_results_that_no_elastic_agent_sends_break_the_protocol() -> None:
+    stage = Stage(1, min_hosts=1)
+    stage.begin()
+    stage.answer(0, 5)
+    assert isinstance(stage.call.future.exception(0), sky.ProtocolError)
 
 
 def test_cancelling_stops_the_ranks_that_have_it_and_keeps_it_from_the_others() -> None:
@@ -245,15 +229,6 @@ def test_what_is_abandoned_fails_and_goes_on() -> None:
     assert stage.call.future.on_cancel is None
 
 
-def exit_now() -> None:
-    raise SystemExit(3)
-
-
-class EndsTheProgram:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return exit_now, ()
-
-
 def test_a_result_that_ends_the_program_when_it_is_unpickled_is_a_failure_of_its_rank() -> None:
     stage = Stage(1)
     stage.begin()
@@ -273,222 +248,274 @@ def test_untrusted_hosts_return_plain_data_only() -> None:
     assert isinstance(error.exceptions[0], sky.UntrustedResult)
 
 
-def test_equal_tracebacks_are_shown_once() -> None:
-    stage = Stage(4)
-    stage.begin()
-    for rank, text in enumerate(("same", "same", "other", "same")):
-        kind = "KeyError" if rank == 3 else "ValueError"
-        payload = codec.dumps({"KeyError": KeyError, "ValueError": ValueError}[kind]("no"))
-        raised = messages.Raised(kind=kind, text="no", traceback=text, parts=[len(payload.data)])
-        stage.caller(rank).answered(raised, [memoryview(payload.data)])
-    error = stage.call.future.exception(0)
-    assert isinstance(error, sky.BroadcastError)
-    causes = [each.__cause__ for each in error.exceptions]
-    assert all(isinstance(cause, RemoteTraceback) for cause in causes)
-    assert [cause.text for cause in causes] == ["same", "[the traceback is that of node0[0]]", "other", "same"]  # type: ignore[union-attr]
-
-
 # ---- the queue
 
 
-def new_queue() -> Broadcasts:
-    images: Any = SimpleNamespace(plugins=(), variables=None)
-    return Broadcasts(images, 1, "job", Events(), untrusted=False)
+class Pool:
+    """The broadcasts of a pool of two hosts, with one rank each unless `ranks` says otherwise."""
+
+    def __init__(self, ranks: int = 1, elastic: Elastic | None = None) -> None:
+        plugins = [SimpleNamespace(elastic=elastic, network="unused")] if elastic else []
+        images: Any = SimpleNamespace(plugins=plugins, variables=lambda host: {"OF": host.name})
+        self.queue = Broadcasts(images, ranks, "pool", Events(), untrusted=False)
+        self.nodes: list[Any] = [FakeNode(0), FakeNode(1)]
+
+    def submit(self, label: str = "f", **options: Any) -> Any:
+        return self.queue.submit(packed(label=label, **options), self.nodes)
+
+    @property
+    def begun(self) -> list[str]:
+        """The labels of the calls that the first host was sent."""
+        return [caller._broadcast.call.label for caller in self.nodes[0].callers]
+
+    def wait_for(self, *labels: str) -> None:
+        until(lambda: self.begun == list(labels) and len(self.nodes[1].callers) == len(labels))
+
+    def fail(self, error: Exception = GONE) -> None:
+        """Both ranks of the last broadcast fail."""
+        for node in self.nodes:
+            node.callers[-1].failed(error)
 
 
-def add(queue: Broadcasts, start: Callable[[Broadcast], None]) -> Broadcast:
-    broadcast = Broadcast(packed(), queue._ended)
-    queue.add(broadcast, lambda: start(broadcast))
-    return broadcast
+@pytest.fixture(autouse=True)
+def fake_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    def arrange(_: RendezvousFinder, nodes: Any) -> Any:
+        if stopped := next((node.stops for node in nodes if hasattr(node, "stops")), None):
+            raise stopped
+        addresses = [SimpleNamespace(address=f"192.0.2.{node.index}", interface="") for node in nodes]
+        return SimpleNamespace(port=4242, addresses=tuple(addresses))
+
+    monkeypatch.setattr(RendezvousFinder, "arrange", arrange)
 
 
 def test_broadcasts_run_one_after_another() -> None:
-    queue, begun = new_queue(), list[Broadcast]()
-    first, second, third = (add(queue, begun.append) for _ in range(3))
-    assert begun == [first]
-    first.fail(GONE)
-    until(lambda: len(begun) == 2)
-    queue._ended(first)  # said twice
-    second.fail(GONE)
-    until(lambda: len(begun) == 3)
-    assert begun == [first, second, third]
-    third.fail(GONE)
-    assert add(queue, begun.append) in begun
+    pool = Pool()
+    for label in ("first", "second", "third"):
+        pool.submit(label)
+    assert pool.begun == ["first"]
+    pool.fail()
+    pool.wait_for("first", "second")
+    pool.fail()
+    pool.wait_for("first", "second", "third")
+    assert not pool.queue.is_idle
+    pool.fail()
+    assert pool.queue.is_idle
+    pool.submit("fourth")
+    assert pool.begun[-1] == "fourth"
 
 
 def test_one_that_was_cancelled_while_it_waited_does_not_begin() -> None:
-    queue, begun = new_queue(), list[Broadcast]()
-    first, second, third = (add(queue, begun.append) for _ in range(3))
-    assert second.future.cancel()
-    first.fail(GONE)
-    until(lambda: len(begun) == 2)
-    assert begun == [first, third]
-
-
-def test_one_that_was_cancelled_as_its_turn_came_makes_room_for_the_next() -> None:
-    queue, begun = new_queue(), list[Broadcast]()
-    running = add(queue, begun.append)
-    gone = Broadcast(packed(), queue._ended)
-    gone.future.cancel()
-    running.fail(GONE)
-    queue._active = gone
-    after = add(queue, begun.append)
-    queue._begin(gone, lambda: begun.append(gone))
-    until(lambda: len(begun) == 2)
-    assert begun == [running, after]
+    pool = Pool()
+    _, second, _ = (pool.submit(label) for label in ("first", "second", "third"))
+    assert second.cancel()
+    pool.fail()
+    pool.wait_for("first", "third")
 
 
 def test_one_that_cannot_begin_fails_and_the_next_one_begins() -> None:
-    queue, begun = new_queue(), list[Broadcast]()
-
-    def fail(call: Broadcast) -> None:
-        raise GONE
-
-    assert add(queue, fail).future.exception(0) is GONE
-    after = add(queue, begun.append)
-    assert begun == [after]
+    pool = Pool()
+    pool.nodes[0].stops = GONE
+    assert pool.submit().exception(0) is GONE
+    del pool.nodes[0].stops
+    pool.submit("after")
+    assert pool.begun == ["after"]
 
 
-@pytest.mark.parametrize("has_begun", [False, True])
-def test_ctrl_c_while_a_broadcast_begins_cancels_it(has_begun: bool) -> None:
-    queue, calls = new_queue(), list[Broadcast]()
-    stage = Stage(1)
+def test_ctrl_c_while_a_gang_is_formed_fails_the_broadcast() -> None:
+    pool = Pool()
+    pool.nodes[0].stops = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        pool.submit(retries=1)
+    assert pool.queue.is_idle
 
-    def interrupted(call: Broadcast) -> None:
-        calls.append(call)
-        if has_begun:
-            call.begin(stage.gang, lambda error: None)
-            stage.caller(0).sent(1)
+
+def test_ctrl_c_after_a_broadcast_has_begun_cancels_it() -> None:
+    pool = Pool()
+
+    def interrupted(worker: str, spec: object, call: object, *, caller: Any, **_: object) -> None:
+        pool.nodes[0].callers[0].sent(1)
         raise KeyboardInterrupt
 
+    pool.nodes[1].call = interrupted
     with pytest.raises(KeyboardInterrupt):
-        add(queue, interrupted)
-    assert calls[0].future.done()
-    assert calls[0].future.cancelled() is has_begun
-    assert stage.nodes[0].cancelled == [1] * has_begun
+        pool.submit()
+    assert pool.nodes[0].cancelled == [1]
 
 
-def test_at_work_is_what_every_rank_has_and_nobody_stops() -> None:
-    queue, stage = new_queue(), Stage(1)
-    assert queue.at_work is None
-    call = add(queue, lambda call: call.begin(stage.gang, lambda error: None))
-    assert queue.at_work is None
-    stage.caller(0).sent(1)
-    assert queue.at_work is call
-    stage.gang.broken = True
-    assert queue.at_work is None
-    stage.gang.broken = False
-    call.future.cancel()
-    stage.gang.broken = False
-    assert queue.at_work is None
+def test_at_work_is_what_every_rank_has_and_is_not_being_stopped() -> None:
+    pool = Pool()
+    assert pool.queue.at_work is None
+    future = pool.submit()
+    pool.nodes[0].callers[0].sent(1)
+    assert pool.queue.at_work is None
+    pool.nodes[1].callers[0].sent(1)
+    call = pool.queue.at_work
+    assert call is not None and call.gang is not None
+    call.gang.broken = True
+    assert pool.queue.at_work is None
+    call.gang.broken = False
+    future.cancel()
+    call.gang.broken = False
+    assert pool.queue.at_work is None
 
 
 def test_a_broadcast_that_comes_while_the_pool_closes_does_not_hang_nor_hold_up_later_ones() -> None:
-    queue, begun = new_queue(), list[Broadcast]()
-    running = add(queue, begun.append)
-    waiting = add(queue, begun.append)
-    queue.close()
-    late = add(queue, begun.append)
-    for call in (waiting, late):
-        assert isinstance(call.future.exception(0), sky.CallCancelled)
-    running.fail(sky.HostLost("the pool is closed"))
-    queue.open()
-    after = add(queue, begun.append)
-    assert begun == [running, after]
+    pool = Pool()
+    running, waiting = pool.submit(retries=1), pool.submit()
+    pool.queue.close()
+    late = pool.submit()
+    for future in (waiting, late):
+        assert isinstance(future.exception(0), sky.CallCancelled)
+    pool.fail()
+    assert isinstance(running.exception(0), sky.BroadcastError), "there is no other attempt"
+    pool.queue.open()
+    pool.submit("after")
+    assert pool.begun == ["f", "after"]
 
 
 # ---- retries
 
 
-def test_a_call_is_started_again_as_long_as_it_is_worth_it() -> None:
-    numbers: list[int] = []
-
-    def start(number: int) -> CallFuture:
-        numbers.append(number)
-        inner = CallFuture()
-        inner.settle(None, ValueError(f"attempt {number}"))
-        return inner
-
-    outer = retry(start, lambda error, number: number < 2)
-    assert str(outer.exception(30)) == "attempt 2"
-    assert numbers == [0, 1, 2]
-
-
-def test_the_result_of_an_attempt_is_finished() -> None:
-    inner = CallFuture()
-    outer = retry(lambda number: inner, lambda error, number: True, finish=lambda result: result + 1)
-    inner.settle(1)
-    assert outer.result(0) == 2
+def test_a_call_is_started_again_as_often_as_it_says() -> None:
+    pool = Pool()
+    future = pool.submit(retries=2)
+    for number in range(3):
+        pool.wait_for(*["f"] * (number + 1))
+        assert [node.specs[-1].info["attempt"] for node in pool.nodes] == [number] * 2
+        assert pool.nodes[0].specs[-1].info["job_id"] == "pool-1", "what an attempt saved by that name is found again"
+        assert not future.done()
+        pool.fail(ValueError(f"attempt {number}"))
+    error = future.exception(0)
+    assert [str(one) for one in error.exceptions] == ["attempt 2"] * 2
 
 
-def test_a_result_that_cannot_be_finished_breaks_the_protocol() -> None:
-    inner = CallFuture()
-    outer = retry(lambda number: inner, lambda error, number: True, finish=lambda result: result.missing)
-    inner.settle(1)
-    assert isinstance(outer.exception(0), sky.ProtocolError)
+def test_an_attempt_waits_for_broadcasts_that_were_submitted_before() -> None:
+    pool = Pool()
+    pool.submit("retried", retries=1)
+    pool.submit("other")
+    pool.fail()
+    pool.wait_for("retried", "other")
+    pool.fail()
+    pool.wait_for("retried", "other", "retried")
 
 
 def test_what_was_detached_is_not_started_again() -> None:
-    inner = CallFuture()
-    outer = retry(lambda number: inner, lambda error, number: pytest.fail("asked"))
-    inner.settle(None, sky.CallCancelled("it was detached"))
-    assert isinstance(outer.exception(0), sky.CallCancelled)
+    pool = Pool()
+    future = pool.submit(retries=1)
+    for node in pool.nodes:
+        node.callers[0].sent(1)
+    call = pool.queue.at_work
+    assert call is not None
+    call.abandon(sky.CallCancelled("it was detached"))
+    assert isinstance(future.exception(0), sky.CallCancelled)
+    assert pool.queue.is_idle
 
 
-def test_an_attempt_that_cannot_be_started_is_the_last() -> None:
-    def start(number: int) -> CallFuture:
-        raise GONE
-
-    assert retry(start, lambda error, number: True).exception(0) is GONE
-
-
-def test_cancelling_cancels_the_attempt_and_the_other_way_round() -> None:
-    inner = CallFuture()
-    inner.pool, inner.node = object(), FakeNode()  # type: ignore[assignment]
-    outer = retry(lambda number: inner, lambda error, number: True)
-    assert outer.pool is inner.pool
-    assert outer.node is inner.node
-    assert outer.cancel()
-    assert inner.cancelled()
-    inner = CallFuture()
-    outer = retry(lambda number: inner, lambda error, number: True)
-    inner.cancel()
-    assert outer.cancelled()
+def test_a_call_that_was_cancelled_is_not_started_again() -> None:
+    pool = Pool()
+    future = pool.submit(retries=1)
+    future.cancel()
+    pool.fail()
+    assert future.cancelled()
+    assert pool.queue.is_idle
 
 
-def test_what_is_cancelled_between_two_attempts_is_cancelled_in_the_next() -> None:
-    second = CallFuture()
-    futures = [CallFuture(), second]
-    first = futures[0]
-
-    def start(number: int) -> CallFuture:
-        if number:
-            outer.cancel()
-        return futures[number]
-
-    outer = retry(start, lambda error, number: True)
-    first.settle(None, GONE)
-    until(second.cancelled)
-
-
-def test_what_was_cancelled_is_not_started_again() -> None:
-    inner = CallFuture()
-    outer = retry(lambda number: inner, lambda error, number: pytest.fail("asked"))
-    outer.on_cancel = None  # the attempt ends by itself
-    outer.cancel()
-    inner.settle(None, GONE)
-    assert outer.cancelled()
+def test_an_attempt_that_waits_can_be_cancelled() -> None:
+    pool = Pool()
+    future = pool.submit(retries=1)
+    pool.submit("other")
+    pool.fail()
+    pool.wait_for("f", "other")
+    assert future.cancel()
+    pool.fail()
+    assert pool.queue.is_idle
 
 
 @pytest.mark.parametrize(
-    ("errors", "number", "goes_on"),
-    [
-        *(([ValueError()], 0, True), ([ValueError()], 1, False)),
-        *(([GONE], 1, True), ([ValueError(), GONE], 3, True), ([GONE], 4, False)),
-    ],
+    ("errors", "attempts"),
+    [([ValueError()], 2), ([GONE], 5), ([GONE, GONE, ValueError()], 3), ([ValueError(), GONE], 5)],
 )
-def test_a_lost_host_counts_less_than_another_failure(errors: list[Exception], number: int, goes_on: bool) -> None:
-    error = sky.BroadcastError("f failed", errors, [])
-    elastic = Elastic(min_hosts=1, max_hosts=2, max_restarts=3)
-    assert may_go_on(error, number, elastic, retries=1) is goes_on
-    assert not may_go_on(GONE, 1, elastic, retries=1), "only what ranks have said"
+def test_an_elastic_call_is_started_again_more_often_for_lost_hosts(errors: list[Exception], attempts: int) -> None:
+    pool = Pool(elastic=Elastic(min_hosts=1, max_hosts=2, max_restarts=3))
+    future = pool.submit(retries=1)
+    for number in range(attempts):
+        assert not future.done()
+        pool.wait_for(*["f"] * (number + 1))
+        pool.fail(errors[min(number, len(errors) - 1)])
+    assert isinstance(future.exception(0), sky.BroadcastError)
+
+
+def test_an_elastic_call_without_enough_hosts_is_not_started_again() -> None:
+    pool = Pool(elastic=Elastic(min_hosts=2, max_hosts=2, max_restarts=3))
+    pool.nodes[1].lost = GONE
+    with pytest.raises(sky.HostLost, match="1 of 2 hosts"):
+        pool.submit().result(0)
+
+
+# ---- gangs
+
+
+def run(pool: Pool, **options: Any) -> None:
+    """One broadcast, from its submission to its end."""
+    pool.submit(**options)
+    for node in pool.nodes:
+        for caller in node.callers:
+            caller.answered(*result(None))
+        node.callers.clear()
+
+
+def test_a_gang_is_kept_while_it_is_what_is_wanted() -> None:
+    pool = Pool()
+    node = pool.nodes[0]
+    run(pool, tree="tree")
+    run(pool, tree="tree")
+    assert node.specs[0] is node.specs[1]
+    assert node.specs[0].info["job_id"] == "pool-1"
+    assert list(node.members) == ["gang1.0"] and not node.released
+    run(pool, tree="changed")
+    assert node.released == ["gang1.0"]
+    assert node.specs[2].info["job_id"] == "pool-2"
+
+
+def test_there_is_no_gang_with_a_lost_host() -> None:
+    pool = Pool()
+    pool.nodes[1].lost = GONE
+    assert pool.submit().exception(0) is GONE
+
+
+def test_a_gang_is_replaced_after_the_exit_of_a_member() -> None:
+    pool = Pool(ranks=2)
+    run(pool)
+    assert sorted(pool.nodes[0].members) == ["gang1.0", "gang1.1"]
+    pool.nodes[0].members["gang1.1"].exited()
+    run(pool)
+    assert pool.nodes[1].released == ["gang1.0", "gang1.1"]
+
+
+def test_output_has_the_rank_of_its_process_also_just_after_its_gang() -> None:
+    pool = Pool(ranks=2)
+    first, second = pool.nodes
+    for number in (1, 2, 3):
+        run(pool, tree=str(number))
+        assert second.members[f"gang{number}.1"].shown_rank == 3
+    assert first.members["gang2.1"].shown_rank == 1
+    assert "gang1.1" not in first.members
+
+
+def test_elastic_hosts_have_one_process_for_all_their_ranks_with_no_rank_of_its_own() -> None:
+    pool = Pool(ranks=2, elastic=Elastic(min_hosts=1, max_hosts=2, max_restarts=0))
+    pool.submit()
+    assert [list(node.members) for node in pool.nodes] == [["gang1.0"], ["gang1.0"]]
+    assert pool.nodes[1].specs[0].info["world_size"] == 4
+    assert pool.nodes[1].members["gang1.0"].shown_rank is None
+
+
+def test_an_elastic_gang_takes_the_hosts_that_are_left_within_its_limits() -> None:
+    queue = Pool(elastic=Elastic(min_hosts=2, max_hosts=3, max_restarts=1)).queue
+    nodes: Any = [FakeNode(index) for index in range(4)]
+    assert queue.available(nodes) == nodes[:3]
+    nodes[0].lost = nodes[1].lost = GONE
+    assert queue.available(nodes) == nodes[2:]
+    nodes[2].lost = GONE
+    with pytest.raises(sky.HostLost, match="1 of 4 hosts"):
+        queue.available(nodes)

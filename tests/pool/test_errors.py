@@ -9,7 +9,6 @@ import signal
 import socket
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -112,21 +111,6 @@ def test_an_exception_arrives_as_its_own_type_with_the_remote_traceback_as_cause
     assert "skyfab/host/agent" not in cause.text, "our own frames are not the user's business"
 
 
-def test_what_python_prints_shows_the_remote_line_and_the_host(pool: sky.Compute) -> None:
-    with pytest.raises(ZeroDivisionError) as caught:
-        sky.function(lambda: 1 / 0)() >> pool
-    shown = "".join(traceback.format_exception(caught.value))
-    assert any(f"on {name}" in shown for name in names(pool))
-    assert "1 / 0" in shown
-    assert "direct cause of the following exception" in shown
-
-
-def test_a_function_of_a_module_has_its_lines_in_the_traceback_too(pool: sky.Compute) -> None:
-    with pytest.raises(LookupError) as caught:
-        fail(LookupError("x")) >> pool
-    assert "raise error" in caught.value.__cause__.text  # type: ignore[union-attr]
-
-
 @pytest.mark.parametrize(
     "error",
     [
@@ -150,6 +134,7 @@ def test_exceptions_of_all_kinds_arrive_as_themselves(pool: sky.Compute, error: 
     assert str(caught.value) == str(error)
     assert vars(caught.value).keys() >= vars(error).keys()
     assert isinstance(caught.value.__cause__, sky.RemoteTraceback)
+    assert "raise error" in caught.value.__cause__.text, "a line of a module"
     if isinstance(error, OSError):
         assert isinstance(caught.value, OSError)
         assert (caught.value.errno, caught.value.filename) == (error.errno, error.filename)
@@ -326,19 +311,6 @@ def test_an_argument_that_cannot_be_pickled_is_named(pool: sky.Compute, kind: st
     assert positional.value.hint
 
 
-def test_a_name_that_a_function_uses_and_that_cannot_be_pickled_is_named(pool: sky.Compute) -> None:
-    guard = threading.Lock()
-
-    @sky.function
-    def use() -> bool:
-        return guard.locked()
-
-    with pytest.raises(sky.NotPicklable) as caught:
-        use() >> pool
-    assert "use cannot be pickled" in str(caught.value)
-    assert "'guard'" in caught.value.hint
-
-
 def test_a_result_that_cannot_be_pickled_is_named(pool: sky.Compute) -> None:
     with pytest.raises(sky.NotPicklable) as caught:
         sky.function(lambda: threading.Lock())() >> pool
@@ -357,7 +329,7 @@ class OnlyOneWay:
 
 
 def test_a_result_that_cannot_be_unpickled_here_says_so(pool: sky.Compute) -> None:
-    with pytest.raises(sky.NotPicklable, match="cannot be unpickled here") as caught:
+    with pytest.raises(sky.NotPicklable, match="cannot be unpickled on this machine") as caught:
         sky.function(lambda: OnlyOneWay())() >> pool
     assert caught.value.host in names(pool)
 
@@ -446,24 +418,6 @@ def test_the_last_words_of_a_process_are_not_lost(pool: sky.Compute, events: lis
         last_words() >> pool
     # The end of the process may be told before what it has said.
     until(lambda: {event.text for event in events if isinstance(event, Output)} == {"first line", "unfinished"})
-
-
-def test_what_a_dead_process_has_started_goes_with_it(
-    pool: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool]
-) -> None:
-    @sky.function
-    def orphan() -> None:
-        import subprocess
-
-        child = subprocess.Popen(["sleep", "600"])
-        leave(note, str(child.pid))
-        os._exit(1)
-
-    note = spot / "pid"
-    with pytest.raises(sky.WorkerDied):
-        orphan() >> pool
-    ((machine, pid),) = spot.wait("pid").items()
-    until(lambda: not runs_on(machine, int(pid)), "the end of the orphan")
 
 
 def test_a_kill_for_lack_of_memory_says_so(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
@@ -567,49 +521,6 @@ def test_the_first_failure_comes_first(pool: sky.Compute, spot: Spot) -> None:
     assert [e.args for e in error.results] == [(0,), (1,)]
 
 
-@pytest.mark.parametrize("how", ["raise", "die"])
-def test_ranks_that_wait_for_a_failed_one_are_stopped(
-    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool], how: str
-) -> None:
-    pool = open_pool("openssh", count=2)
-
-    @sky.function
-    def wait_in_vain() -> None:
-        leave(f"{folder}/rank{sky.instance_info().rank}", str(os.getpid()))
-        if sky.instance_info().rank == 1:
-            if how == "die":
-                os._exit(9)
-            raise ValueError("rank 1 is out")
-        time.sleep(600)
-
-    folder = spot / ""
-    with pytest.raises(sky.BroadcastError) as caught:
-        wait_in_vain() @ pool
-    (first,) = caught.value.exceptions
-    assert isinstance(first, sky.WorkerDied if how == "die" else ValueError)
-    stopped = caught.value.results[0]
-    assert isinstance(stopped, sky.CallCancelled)
-    assert (stopped.rank, stopped.host) == (0, pool.hosts[0].name)
-    ((machine, pid),) = spot.notes("rank0").items()
-    until(lambda: not runs_on(machine, int(pid)), "the end of the rank that waited")
-    assert ok(3) @ pool == [3, 3]
-
-
-def test_a_rank_that_dies_is_named(pool: sky.Compute) -> None:
-    @sky.function
-    def die_on_one() -> int:
-        if sky.instance_info().rank == 1:
-            os._exit(3)
-        return 0
-
-    with pytest.raises(sky.BroadcastError) as caught:
-        die_on_one() @ pool
-    (error,) = caught.value.exceptions
-    assert isinstance(error, sky.WorkerDied)
-    assert (error.exitcode, error.rank, error.host) == (3, 1, pool.hosts[1].name)
-    assert f"{pool.hosts[1].name}[1]" in str(error)
-
-
 def test_unpicklable_results_and_exceptions_of_ranks_are_told_apart(pool: sky.Compute) -> None:
     @sky.function
     def various() -> Any:
@@ -620,15 +531,6 @@ def test_unpicklable_results_and_exceptions_of_ranks_are_told_apart(pool: sky.Co
     with pytest.raises(sky.BroadcastError) as caught:
         various() @ pool
     assert {type(e) for e in caught.value.exceptions} == {sky.NotPicklable, sky.RemoteError}
-
-
-def test_a_broadcast_error_is_picked_apart_by_except_star(pool: sky.Compute) -> None:
-    error = pool.submit(fail(ValueError("v")), on="all").exception(30)
-    assert isinstance(error, sky.BroadcastError)
-    matched, rest = error.split(ValueError)
-    assert rest is None
-    assert isinstance(matched, sky.BroadcastError)
-    assert len(matched.exceptions) == 2
 
 
 # ---- the errors themselves

@@ -12,9 +12,9 @@ import sys
 import textwrap
 import threading
 import time
-import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,22 +23,40 @@ from stage.spot import until
 from stage.threads import begin
 
 import skyfab as sky
+from skyfab.errors import AuthenticationRefused
 from skyfab.inventory.ssh_config import CONFIG
 from skyfab.lab import Lab
-from skyfab.pool.forward import Forward
+from skyfab.pool import forward as module
+from skyfab.pool.forward import Forward, Forwards
 from skyfab.ssh.process import ProcessStream
 from skyfab.ssh.tunnel import ProcessTunnel
-from skyfab.ui.events import Event, Notice
+from skyfab.ui.events import Event, Events, Notice
 
 MB = 1_000_000
 MOST = 45 * MB
 """What queues, windows and the systems' buffers hold together, and no more."""
+Open = Callable[..., Forward]
 
 
 @pytest.fixture(scope="module")
 def port(pool: sky.Compute) -> int:
     """At which a server listens, on the first host."""
     return pool.submit(serve(), on="head").result()
+
+
+@pytest.fixture
+def said() -> list[Event]:
+    return []
+
+
+@pytest.fixture
+def open_here(said: list[Event]) -> Iterator[Open]:
+    """Opens forwards to this machine, without a pool."""
+    events = Events()
+    events.subscribe(said.append)
+    forwards, here = Forwards(events), sky.Host(name="here", transport="local")
+    yield lambda port, local=None: forwards.open(here, sky.Inventory(hosts={}), port, local)
+    forwards.close()
 
 
 @pytest.fixture
@@ -110,22 +128,11 @@ def test_a_hundred_megabytes_there_and_back(forward: Forward) -> None:
 
 
 @pytest.mark.lab
-def test_a_web_server(pool: sky.Compute) -> None:
-    @sky.function
-    def start() -> int:
-        import http.server
-        import tempfile
-        from pathlib import Path
-
-        os.chdir(tempfile.mkdtemp())
-        Path("page.html").write_text("hello")
-        server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), http.server.SimpleHTTPRequestHandler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        return server.server_port
-
+def test_a_port_of_the_last_host(pool: sky.Compute) -> None:
     last = pool.hosts[-1].name
-    with pool.forward(pool.submit(start(), on=last).result(), on=last) as forward:
-        assert urllib.request.urlopen(f"{forward.url}/page.html", timeout=170).read() == b"hello"
+    with pool.forward(pool.submit(serve(), on=last).result(), on=last) as forward:
+        assert forward.to.startswith(f"{last}:")
+        assert len(rest(connect(forward, "give 1000 1"))) == 1000
 
 
 @pytest.mark.lab
@@ -241,25 +248,53 @@ def test_a_forked_child_does_not_keep_the_port(open_pool: Callable[..., sky.Comp
 
 
 @pytest.mark.parametrize("port", [0, 65536, -1, True, "", "x", "a:b:80", "80:name", "name:", "[::1]"])
-def test_what_is_no_port_is_refused(open_pool: Callable[..., sky.Compute], port: Any) -> None:
+def test_what_is_no_port_is_refused(open_here: Open, port: Any) -> None:
     with pytest.raises(sky.UsageError, match="is not a port"):
-        open_pool().forward(port)
+        open_here(port)
 
 
-def test_a_port_here_that_is_in_use(open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool()
+@pytest.mark.parametrize(
+    ("port", "to"), [(65535, "here:65535"), ("1", "here:1"), ("db:5432", "here:db:5432"), ("[::1]:80", "here:::1:80")]
+)
+def test_a_port_may_be_that_of_another_machine(open_here: Open, port: Any, to: str) -> None:
+    assert open_here(port, 0).to == to
+
+
+def test_a_port_here_that_is_in_use(open_here: Open) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         taken = other.getsockname()[1]
         with pytest.raises(sky.UsageError, match=f"port {taken} of this machine is not available"):
-            pool.forward(1, local=taken)
-    with pytest.raises(sky.UsageError, match="on='all' is not one host"):
-        pool.forward(1, on="all")
-    with pytest.raises(sky.UsageError, match="local=70000 is not a port"):
-        pool.forward(1, local=70000)
-    with pytest.raises(sky.UsageError, match="would lead to itself"):
-        pool.forward(taken, local=taken)
-    with pool.forward(1, local=taken) as forward:
-        assert forward.port == taken
+            open_here(1, taken)
+    for local in (65536, -1):
+        with pytest.raises(sky.UsageError, match=f"local={local} is not a port"):
+            open_here(1, local)
+    with pytest.raises(sky.UsageError, match="would forward to itself"):
+        open_here(taken, taken)
+    assert open_here(1, taken).port == taken
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == f"skyfab-forward-{taken}")
+
+
+def test_what_becomes_of_a_port_is_told_until_a_login_is_refused(
+    monkeypatch: pytest.MonkeyPatch, open_here: Open, said: list[Event]
+) -> None:
+    broken = SimpleNamespace(wait=lambda refused: sky.HostLost("it broke", host="here"), end=lambda: None)
+    refused, away = AuthenticationRefused("no such key", host="here"), sky.HostLost("not yet", host="here")
+    attempts = [refused, broken, away, broken]
+
+    def attempt(*_: object) -> Any:
+        if isinstance(found := attempts.pop(), Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(module, "transport_for", lambda *_: SimpleNamespace(forward=attempt, close=lambda: None))
+    monkeypatch.setattr(module, "_FIRST_PAUSE", 0.001)
+    forward = open_here(80, 0)
+    until(lambda: forward.is_closed)
+    disconnected = "disconnected, reconnecting: it broke"
+    assert notices(said) == [
+        f"here: port {forward.port} is {what}"
+        for what in (disconnected, "connected again", disconnected, "closed: no such key")
+    ]
 
 
 @pytest.mark.lab
@@ -347,10 +382,7 @@ def test_what_ssh_reports_about_connections_is_passed_on() -> None:
     assert reasons == ["connection refused", "unknown"]
 
 
-def test_a_server_that_forbids_forwarding_is_named(open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool()
-    events: list[Event] = []
-    pool.events.subscribe(events.append)
-    with pool.forward(1) as forward:
-        forward._refused("administratively prohibited: open failed")
-    assert "does not allow port forwarding (AllowTcpForwarding)" in notices(events)[0]
+def test_a_server_that_forbids_forwarding_is_named(open_here: Open, said: list[Event]) -> None:
+    for _ in range(2):
+        open_here(1, 0)._refused("administratively prohibited: open failed")
+    assert ["does not allow port forwarding (AllowTcpForwarding)" in notice for notice in notices(said)] == [True] * 2

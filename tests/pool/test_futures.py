@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import concurrent.futures
 import threading
 from concurrent.futures import InvalidStateError, wait
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.pool.futures import CallFuture, refuse_to_block
-from skyfab.ui.events import emitting
+from skyfab.pool.futures import CallFuture, refuse_to_block, wait_for
+from skyfab.ui.events import Events, emitting
 
 
 @pytest.fixture
@@ -59,6 +62,36 @@ def test_a_callback_runs_on_a_thread_of_its_own(future: CallFuture) -> None:
     future.settle(1)
     until(lambda: bool(threads))
     assert threads != [threading.get_ident()]
+
+
+def test_it_says_where_its_call_is(future: CallFuture) -> None:
+    future.label = "f"
+    assert repr(future) == "<Future of f: waiting>" and "<td>–</td>" in future._repr_html_()
+    future.node = SimpleNamespace(name="node1")  # type: ignore[assignment]
+    assert repr(future) == "<Future of f: running>" and "<td>node1</td>" in future._repr_html_()
+    future.settle(None, ValueError())
+    assert repr(future) == "<Future of f: raised ValueError>"
+    assert (done := CallFuture()).cancel() and repr(done) == "<Future: cancelled>"
+
+
+def test_it_can_be_awaited(future: CallFuture) -> None:
+    async def main() -> Any:
+        return await future
+
+    future.settle(3)
+    assert asyncio.run(main()) == 3
+
+
+def test_ctrl_c_stops_the_call_and_says_where(future: CallFuture, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(future, "result", interrupted)
+    nodes: list[Any] = [SimpleNamespace(name="node1"), SimpleNamespace(name="node2")]
+    with pytest.raises(KeyboardInterrupt) as raised:
+        wait_for(future, nodes, Events().waiting)
+    assert future.cancelled()
+    assert vars(raised.value)["stopped"] == "stopped on node1, node2"
 
 
 def test_what_has_ended_cannot_be_cancelled(future: CallFuture) -> None:

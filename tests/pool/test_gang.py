@@ -1,4 +1,4 @@
-"""GangCache: all ranks of all hosts, ready to meet before a function's first line; and what happens when one fails."""
+"""Gangs: all ranks of all hosts, ready to meet before a function's first line; and what happens when one fails."""
 
 from __future__ import annotations
 
@@ -10,13 +10,19 @@ import traceback
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from stage.spot import Spot
+from stage.fakes import FakeNode
+from stage.remote import leave
+from stage.spot import Spot, until
 from stage.threads import at_once
 
 import skyfab as sky
 from skyfab.lab import Lab
+from skyfab.pool.addresses import Address
+from skyfab.pool.gang import Gang, GangSpec
+from skyfab.pool.rendezvous import Rendezvous
 
 OpenPool = Callable[..., sky.Compute]
 
@@ -36,6 +42,46 @@ def listens() -> tuple[int, bool]:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(("", info.head_port))
         return info.head_port, True
+
+
+# ---- members
+
+
+def gang(elastic: bool = False) -> Gang:
+    nodes: Any = (FakeNode(0), FakeNode(1, gpus=(1, 3)))
+    spec = GangSpec(nodes=nodes, ranks=(1, 2), tree="tree", attempt=2, elastic_agents=elastic)
+    meeting = Rendezvous(4000, (Address("192.0.2.1", "eth0"), Address("192.0.2.2")))
+    return Gang(spec, meeting, lambda host: {"OF": host.name}, name="gang1", job="job")
+
+
+def test_each_rank_has_a_worker_and_knows_its_place() -> None:
+    members = gang().members
+    assert [(one.node.name, one.worker, one.rank, one.shown_rank, one.spec.port) for one in members] == [
+        ("node0", "gang1.0", 0, 0, 4000),
+        ("node1", "gang1.0", 1, 1, 0),
+        ("node1", "gang1.1", 2, 2, 0),
+    ]
+    first, _, last = (one.spec.env for one in members)
+    assert (first["OF"], first["GLOO_SOCKET_IFNAME"], first["NCCL_SOCKET_IFNAME"]) == ("node0", "eth0", "eth0")
+    assert first.keys().isdisjoint({"CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}), "it may use all of its host"
+    expected = {"MASTER_ADDR": "192.0.2.1", "MASTER_PORT": "4000", "WORLD_SIZE": "3", "RANK": "2", "LOCAL_RANK": "1"}
+    expected |= {"LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1", "CUDA_VISIBLE_DEVICES": "1,3", "OMP_NUM_THREADS": "1"}
+    expected |= {"TORCHELASTIC_RESTART_COUNT": "2", "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    assert last.items() >= expected.items()
+    assert "GLOO_SOCKET_IFNAME" not in last
+    assert [(one.rank, one.shown_rank) for one in gang(elastic=True).members] == [(0, None), (1, None)]
+
+
+def test_releasing_a_gang_ends_its_processes_and_ignores_lost_hosts() -> None:
+    made, other = gang(), gang()
+    assert not made.broken
+    nodes: Any = made.nodes
+    nodes[0].is_gone = True
+    made.release()
+    assert made.broken
+    assert nodes[1].released == ["gang1.0", "gang1.1"]
+    other.members[1].exited()
+    assert other.broken
 
 
 # ---- meeting
@@ -140,19 +186,36 @@ def test_hosts_may_have_different_numbers_of_ranks(hosts_of: Callable[..., list[
 # ---- failure
 
 
-@pytest.mark.parametrize("transport", ["local", "openssh"])
-def test_ranks_that_wait_for_one_that_failed_are_stopped(open_pool: OpenPool, transport: str) -> None:
+@pytest.mark.parametrize("how", ["raise", "die"])
+def test_ranks_that_wait_for_one_that_failed_are_stopped(
+    open_pool: OpenPool, spot: Spot, runs_on: Callable[[str, int], bool], how: str
+) -> None:
     @sky.function
     def uneven() -> None:
         if sky.instance_info().rank == 1:
+            if how == "die":
+                os._exit(9)
             raise ValueError("only here")
+        leave(path, str(os.getpid()))
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # stuck, and deaf
         time.sleep(600)
 
-    pool = open_pool(transport, count=2, ranks=1)
+    path = spot / "pid"
+    pool = open_pool("openssh", count=2, ranks=1)
     with pytest.raises(sky.BroadcastError) as raised:
         uneven() @ pool
-    assert isinstance(raised.value.exceptions[0], ValueError)
+    (first,) = raised.value.exceptions
+    if how == "die":
+        assert isinstance(first, sky.WorkerDied)
+        assert (first.exitcode, first.rank, first.host) == (9, 1, pool.hosts[1].name)
+        assert f"{pool.hosts[1].name}[1]" in str(first)
+    else:
+        assert isinstance(first, ValueError)
+    stopped = raised.value.results[0]
+    assert isinstance(stopped, sky.CallCancelled)
+    assert (stopped.rank, stopped.host) == (0, pool.hosts[0].name)
+    for machine, pid in spot.notes("pid").items():
+        until(lambda machine=machine, pid=pid: not runs_on(machine, int(pid)), "the end of the rank that waited")
     assert [info.rank for info in sky.function(sky.instance_info)() @ pool] == [0, 1], "the pool goes on"
 
 
@@ -186,16 +249,6 @@ def test_a_call_is_started_again_as_often_as_it_says(open_pool: OpenPool) -> Non
     pool = open_pool("local", ranks=2)
     assert third_time() @ pool == [2, 2]
     assert [info.attempt for info in sky.function(sky.instance_info)() @ pool] == [0, 0]
-
-
-def test_a_call_that_fails_every_time_raises_its_last_failure(open_pool: OpenPool) -> None:
-    @sky.function(retries=1)
-    def never() -> None:
-        raise ValueError(f"attempt {sky.instance_info().attempt}")
-
-    with pytest.raises(sky.BroadcastError) as raised:
-        never() @ open_pool("local", ranks=2)
-    assert str(raised.value.exceptions[0]) == "attempt 1"
 
 
 def test_what_all_ranks_say_alike_is_said_once(open_pool: Callable[..., sky.Compute]) -> None:

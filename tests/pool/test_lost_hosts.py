@@ -43,7 +43,7 @@ def pool(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., s
     opened: list[sky.Compute] = []
 
     def open_it(**options: Any) -> sky.Compute:
-        inventory = sky.Inventory.load(pair.inventory)
+        inventory = sky.Inventory.of(pair.inventory)
         opened.append(
             sky.Compute("node1,node2", inventory=inventory, heartbeat_timeout=2, lease=20, ui="none", **options)
         )
@@ -161,7 +161,7 @@ def test_when_nobody_answers_the_fault_may_be_here(pair: Lab, pool: Callable[...
         host.cut()
     until(lambda: sum("reconnecting" in line for line in said) == 2, "both are missed")
     place.leave("go")
-    until(lambda: any("is this machine's network up?" in line for line in said), "whose fault it may be")
+    until(lambda: any("is your network up?" in line for line in said), "whose fault it may be")
     for host in pair.hosts:
         host.restore()
     assert [future.result(170) for future in futures] == ["node1", "node2"]

@@ -3,33 +3,31 @@
 from __future__ import annotations
 
 import re
-import resource
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from stage.labs import start
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.errors import HostLost, UsageError
+from skyfab.errors import HostLost
 from skyfab.lab import Lab
-from skyfab.pool import nodes
 from skyfab.session.fanout import for_each_host
-from skyfab.ssh.logins import Logins, ServerBusy, Turn, retry
+from skyfab.ssh.logins import Logins, ServerBusy, retry
 from skyfab.ssh.openssh import explain, servers_of
 from skyfab.ui.events import Event, Output
 
 # ---- logins
 
 
-def begin(logins: Logins, *servers: str) -> tuple[list[Turn], threading.Thread]:
+def begin(logins: Logins, *servers: str) -> tuple[list[ExitStack], threading.Thread]:
     """A login that waits for its turn, on a thread; the list has it when it is there."""
-    there: list[Turn] = []
+    there: list[ExitStack] = []
     thread = threading.Thread(target=lambda: there.append(logins.turn(servers)))
     thread.start()
     return there, thread
@@ -39,15 +37,15 @@ def test_a_server_bears_so_many_logins_and_others_do_not_wait_for_it() -> None:
     logins = Logins(most=10, per_server=2)
     held = [logins.turn(["gateway 22", f"node{n} 22"]) for n in (1, 2)]
     third, waiting = begin(logins, "gateway 22", "node3 22")
-    logins.turn(["elsewhere 22"]).over()
+    logins.turn(["elsewhere 22"]).close()
     assert not third
-    held[0].over()
-    held[0].over()  # twice is fine, and counts once
+    held[0].close()
+    held[0].close()  # twice is fine, and counts once
     waiting.join()
     assert len(third) == 1
     fourth, still = begin(logins, "gateway 22", "node4 22")
     assert not fourth
-    held[1].over()
+    held[1].close()
     still.join()
 
 
@@ -58,7 +56,7 @@ def test_a_server_that_turned_a_login_away_gets_fewer_at_a_time() -> None:
     first = logins.turn(["node1 22"])
     second, waiting = begin(logins, "node1 22")
     assert not second
-    first.over()
+    first.close()
     waiting.join()
     assert second, "one at a time, at least"
 
@@ -67,9 +65,9 @@ def test_a_program_has_so_many_logins_under_way() -> None:
     logins = Logins(most=2, per_server=8)
     held = [logins.turn([f"node{n} 22"]) for n in (1, 2)]
     third, waiting = begin(logins, "node3 22")
-    logins.turn([]).over()  # this machine itself needs none
+    logins.turn([]).close()  # this machine itself needs none
     assert not third
-    held[0].over()
+    held[0].close()
     waiting.join()
     assert third
 
@@ -79,8 +77,8 @@ def test_a_pool_that_is_closed_waits_for_no_turn() -> None:
     held = logins.turn(["node1 22"])
     with pytest.raises(HostLost):
         logins.turn(["node1 22"], lambda: True)
-    held.over()
-    logins.turn(["node1 22"]).over()
+    held.close()
+    logins.turn(["node1 22"]).close()
 
 
 def test_the_servers_on_the_way_are_those_of_the_jump_hosts_too() -> None:
@@ -145,29 +143,6 @@ def test_a_server_that_turns_logins_away_is_asked_again(
 
 
 # ---- what this machine has for them
-
-
-def test_more_hosts_than_files_that_a_program_has_open_make_room() -> None:
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = len(list(Path("/dev/fd").iterdir()))
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 20, hard))
-        nodes.make_room(1)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= used + 8 + 100
-        nodes.make_room(200)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(hard, 200 * 8)
-        raised = resource.getrlimit(resource.RLIMIT_NOFILE)
-        nodes.make_room(1)
-        assert resource.getrlimit(resource.RLIMIT_NOFILE) == raised, "it is never lowered"
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def test_more_hosts_than_the_system_has_files_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1024))
-    with pytest.raises(UsageError, match=r"200 hosts need about .* and this program may have 1024") as raised:
-        nodes.make_room(200)
-    assert "ulimit" in str(raised.value.hint)
 
 
 def test_more_hosts_than_threads_take_turns() -> None:

@@ -139,7 +139,7 @@ def test_a_script_runs_where_hosts_do_not_reach_each_other(
     script.write_text("import os\nprint('hello from', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])\n")
     said = skyfab("run", f"--inventory={apart.inventory}", str(script))
     assert "hello from 0 of 2" in said and "hello from 1 of 2" in said
-    assert "ranks may not find each other" in said and "10.0.2.15" in said
+    assert "ranks may be unable to reach each other" in said and "10.0.2.15" in said
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stage.fakes import FakeSession
+from stage.fakes import FakeNode, FakeSession
 
 import skyfab as sky
 from skyfab.calls.pack import PackedCall, PackedFunction
@@ -15,7 +15,8 @@ from skyfab.inventory.inventory import Inventory
 from skyfab.pool.node import Node, Owner, WorkerSpec
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import LARGE
-from skyfab.ui.events import Events
+from skyfab.session.lines import Lines
+from skyfab.ui.events import Event, Events, HostState, Importing, Output
 
 PLAN = WorkerSpec(tree="", env={}, info={})
 
@@ -44,6 +45,14 @@ def node() -> Node:
     node = Node(0, sky.Host(name="node1"), Inventory.of(None), Owner(Events()))
     node.session = FakeSession()  # type: ignore[assignment]
     return node
+
+
+@pytest.fixture
+def found(node: Node) -> list[Event]:
+    """The events of the node."""
+    found: list[Event] = []
+    node._owner.events.subscribe(found.append)
+    return found
 
 
 def call(
@@ -315,7 +324,7 @@ def test_a_file_that_is_on_its_way_is_not_sent_twice(node: Node) -> None:
     session, tree = session_of(node), FakeTree()
     session.missing = ["blob1"]
     node._coming["blob1"] = []
-    node._send_blob("blob1", b"1")
+    node._send_blob("blob1", b"1", keep=True)
     session.ops.clear()
     assert node.sync_project(tree)  # type: ignore[arg-type]
     assert session.ops == []
@@ -354,7 +363,7 @@ def test_closing_closes_the_session_and_the_users_connection(node: Node, monkeyp
 
 def test_calls_are_cancelled_and_taken_back_by_their_numbers(node: Node) -> None:
     node.cancel(5)
-    node.unassign([7, 9])
+    node.cancel(7, 9, begun=False)
     assert session_of(node).sent == [messages.Cancel(streams=[5]), messages.Cancel(streams=[7, 9], begun=False)]
 
 
@@ -366,3 +375,80 @@ def test_a_call_that_must_keep_its_place_is_sent_at_once(node: Node) -> None:
     assert session.ops == ["spawn", "function", "call", "call"]
     assert node.has_worker("solo.0", generation)
     assert not node.has_worker("solo.0", generation + 1)
+
+
+# ---- events
+
+
+def member(rank: int | None) -> Any:
+    made: Any = SimpleNamespace(shown_rank=rank, exits=0)
+
+    def exited() -> None:
+        made.exits += 1
+
+    made.exited = exited
+    return made
+
+
+def test_output_has_the_rank_of_its_process(node: Any, found: list[Event]) -> None:
+    node.members = {"gang1.0": member(3)}
+    node.on_output("gang1.0", Lines("stderr", [("one", "\n"), ("two", "\r")]))
+    node.on_output("solo.0", Lines("stdout", [("three", "\n")]))
+    common: dict[str, Any] = {"host": "node1", "rank": 3, "stream": "stderr"}
+    assert found == [
+        Output(**common, text="one"),
+        Output(**common, text="two", end="\r"),
+        Output(host="node1", rank=None, stream="stdout", text="three"),
+    ]
+
+
+def test_imports_of_workers_that_are_there_are_told(node: Any, found: list[Event]) -> None:
+    node._workers["gang1.0"] = (None, 1)
+    node.members = {"gang1.0": member(3)}
+    node.on_import("gang1.0", "torch")
+    node.on_import("gang0.0", "jax")
+    assert found == [Importing(host="node1", rank=3, worker="gang1.0", module="torch")]
+
+
+def test_the_gang_is_told_when_a_member_exits(node: Any) -> None:
+    node.members = {"gang1.0": member(0), "gang1.1": member(1)}
+    node.on_exit("gang1.0", 1)
+    node.on_exit("solo.0", 2)
+    assert [one.exits for one in node.members.values()] == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("others", "ours"),
+    [([], False), (["responds"], False), (["silent"], True), (["lost"], False), (["silent", "responds"], False)],
+)
+def test_where_no_host_answers_the_network_here_is_suspected(
+    node: Any, found: list[Event], others: list[str], ours: bool
+) -> None:
+    nodes: list[Any] = [node]
+    for number, how in enumerate(others, 1):
+        other = FakeNode(number)
+        other.session.responds = how == "responds"
+        other.lost = sky.HostLost("gone") if how == "lost" else None
+        nodes.append(other)
+    node._owner.nodes = nodes
+    node.on_disconnect("no heartbeat")
+    (state,) = found
+    assert isinstance(state, HostState)
+    assert state.state == "reconnecting"
+    assert state.detail.startswith("no heartbeat")
+    assert ("is your network up" in state.detail) is ours
+    assert state.limit == (10 if "responds" in others else 60)
+
+
+def test_a_host_that_is_back_is_told(node: Any, found: list[Event]) -> None:
+    node.on_reconnect(2.04)
+    assert found == [HostState(host="node1", state="ready", detail="back after 2.0 s")]
+
+
+def test_a_host_of_a_detached_run_is_lost_and_that_is_all() -> None:
+    node: Any = FakeNode(0)
+    error = sky.HostLost("gone")
+    owner = Owner(Events())
+    owner.on_lost(node, error)
+    assert node.lost is error
+    assert not Node(0, sky.Host(name="a"), sky.Inventory(hosts={}), owner).others_respond()

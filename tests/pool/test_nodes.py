@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import resource
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,11 +13,12 @@ from stage.fakes import FakeNode, FakeSession
 
 import skyfab as sky
 from skyfab.pool import nodes as module
-from skyfab.pool.node import Node, Owner
-from skyfab.pool.nodes import Nodes, close_all, make_room, open_all
-from skyfab.session.lines import Lines
+from skyfab.pool.node import Node
+from skyfab.pool.nodes import Nodes, close_all, make_room, named, open_all, tell_files
+from skyfab.pool.workdir import Workdir
+from skyfab.protocol import messages
 from skyfab.session.timing import Timing
-from skyfab.ui.events import Event, Events, HostState, Importing, Output
+from skyfab.ui.events import Event, Events, HostState
 
 
 class Images:
@@ -48,7 +51,7 @@ class Stage:
         self.advanced = 0
         self.images = Images()
         self.events = Events()
-        self.unsubscribe = self.events.subscribe(self.found.append)
+        self.events.subscribe(self.found.append)
         workdirs: Any = SimpleNamespace(of=lambda host: f"folder of {host.name}")
         scheduler: Any = SimpleNamespace(advance=self._advance, untrusted=False)
         sync: Any = SimpleNamespace(take_back=None)
@@ -79,52 +82,6 @@ def fake_close(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- events
 
 
-def member(rank: int | None) -> Any:
-    made: Any = SimpleNamespace(shown_rank=rank, exits=0)
-
-    def exited() -> None:
-        made.exits += 1
-
-    made.exited = exited
-    return made
-
-
-def test_output_has_the_rank_of_its_process(stage: Stage) -> None:
-    node = stage.node()
-    node.members = {"gang1.0": member(3)}
-    node.on_output("gang1.0", Lines("stderr", [("one", "\n"), ("two", "\r")]))
-    node.on_output("solo.0", Lines("stdout", [("three", "\n")]))
-    common: dict[str, Any] = {"host": "node0", "rank": 3, "stream": "stderr"}
-    assert stage.found == [
-        Output(**common, text="one"),
-        Output(**common, text="two", end="\r"),
-        Output(host="node0", rank=None, stream="stdout", text="three"),
-    ]
-
-
-def test_output_that_nobody_wants_is_dropped(stage: Stage) -> None:
-    stage.unsubscribe()
-    stage.node().on_output("gang1.0", Lines("stdout", [("one", "\n")]))
-    assert stage.found == []
-
-
-def test_imports_of_workers_that_are_there_are_told(stage: Stage) -> None:
-    node = stage.node()
-    node._workers["gang1.0"] = (None, 1)
-    node.members = {"gang1.0": member(3)}
-    node.on_import("gang1.0", "torch")
-    node.on_import("gang0.0", "jax")
-    assert stage.found == [Importing(host="node0", rank=3, worker="gang1.0", module="torch")]
-
-
-def test_the_gang_is_told_when_a_member_exits(stage: Stage) -> None:
-    node = stage.node()
-    node.members = {"gang1.0": member(0), "gang1.1": member(1)}
-    node.on_exit("gang1.0", 1)
-    node.on_exit("solo.0", 2)
-    assert [one.exits for one in node.members.values()] == [1, 0]
-
-
 def test_a_lost_host_is_waited_for_and_its_calls_move(stage: Stage) -> None:
     node = stage.node()
     error = sky.HostLost("gone", host="node0")
@@ -142,42 +99,6 @@ def test_a_host_that_is_none_of_ours_is_not_waited_for(stage: Stage) -> None:
     assert stage.expected == []
     assert node.lost is error
     assert stage.advanced == 1
-
-
-@pytest.mark.parametrize(
-    ("others", "ours"),
-    [([], False), (["responds"], False), (["silent"], True), (["lost"], False), (["silent", "responds"], False)],
-)
-def test_where_no_host_answers_the_network_here_is_suspected(stage: Stage, others: list[str], ours: bool) -> None:
-    node = stage.node()
-    nodes: list[Any] = [node]
-    for number, how in enumerate(others, 1):
-        other = FakeNode(number)
-        other.session.responds = how == "responds"
-        other.lost = sky.HostLost("gone") if how == "lost" else None
-        nodes.append(other)
-    stage.owner.nodes = nodes
-    node.on_disconnect("no heartbeat")
-    (found,) = stage.found
-    assert isinstance(found, HostState)
-    assert found.state == "reconnecting"
-    assert found.detail.startswith("no heartbeat")
-    assert ("this machine's network" in found.detail) is ours
-    assert found.limit == (10 if "responds" in others else 60)
-
-
-def test_a_host_that_is_back_is_told(stage: Stage) -> None:
-    stage.node().on_reconnect(2.04)
-    assert stage.found == [HostState(host="node0", state="ready", detail="back after 2.0 s")]
-
-
-def test_a_host_of_a_detached_run_is_lost_and_that_is_all() -> None:
-    node: Any = FakeNode(0)
-    error = sky.HostLost("gone")
-    owner = Owner(Events())
-    owner.on_lost(node, error)
-    assert node.lost is error
-    assert not Node(0, sky.Host(name="a"), sky.Inventory(hosts={}), owner).others_respond()
 
 
 # ---- making
@@ -269,21 +190,6 @@ def test_several_hosts_that_fail_are_raised_together_in_their_order(stage: Stage
     assert list(raised.value.exceptions) == [errors[0], errors[2]]
 
 
-def test_a_mistake_that_is_the_same_on_all_hosts_is_one_mistake(stage: Stage) -> None:
-    same = [sky.UsageError("no such package"), sky.UsageError("no such package")]
-    with pytest.raises(sky.UsageError) as raised:
-        opened(stage, *same)
-    assert raised.value is same[0]
-    assert raised.value.host is None  # type: ignore[attr-defined]
-    with pytest.raises(sky.PoolError):
-        opened(stage, sky.UsageError("no such package"), sky.UsageError("another"))
-
-
-def test_a_defect_is_raised_before_anything_else(stage: Stage) -> None:
-    with pytest.raises(ZeroDivisionError):
-        opened(stage, sky.HostUnfit("old"), ZeroDivisionError())
-
-
 def test_ctrl_c_while_hosts_are_opened_closes_them_all(stage: Stage) -> None:
     with pytest.raises(KeyboardInterrupt):
         opened(stage, None, KeyboardInterrupt())
@@ -309,37 +215,72 @@ def test_an_interrupt_while_hosts_are_closed_leaves_the_rest_to_the_end_of_the_p
     assert registered == [module.end_all]  # type: ignore[attr-defined]
 
 
-# ---- open files
+@pytest.mark.parametrize(
+    ("soft", "hard", "hosts", "changed"),
+    [
+        (20, 10_000, 1, [(16 + 128, 10_000)]),
+        (16 + 128, 10_000, 1, []),
+        (20, 200 * 8, 200, [(200 * 8, 200 * 8)]),
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 200, []),
+    ],
+)
+def test_open_files_are_allowed_for_the_hosts(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, hosts: int, changed: list[tuple[int, int]]
+) -> None:
+    """In addition to those that are open. A limit is never lowered."""
+    used, limits = len(list(Path("/dev/fd").iterdir())), list[Any]()
+    given = tuple(limit if limit == resource.RLIM_INFINITY else used + limit for limit in (soft, hard))
+    monkeypatch.setattr(resource, "getrlimit", lambda which: given)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, both: limits.append(both))
+    make_room(hosts)
+    assert limits == [(used + one, used + other) for one, other in changed]
+
+
+def test_more_hosts_than_the_system_has_files_for_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 1024))
+    with pytest.raises(sky.UsageError, match=r"200 hosts need about .* but the limit is 1024") as raised:
+        make_room(200)
+    assert "ulimit" in str(raised.value.hint)
+
+
+# ---- open
+
+
+def test_a_host_is_chosen_by_its_name_or_as_the_first() -> None:
+    nodes: list[Any] = [FakeNode(0), FakeNode(1)]
+    assert [named(nodes, name).index for name in ("one", "head", "node0", "node1")] == [0, 0, 0, 1]
+    for name, message in (("all", "is not one host"), ("node7", "no host 'node7' in this pool")):
+        with pytest.raises(sky.UsageError, match=message) as raised:
+            named(nodes, name)
+        assert "node0, node1" in str(raised.value.hint)
 
 
 @pytest.mark.parametrize(
-    ("soft", "hard", "hosts", "raised_to"),
+    ("how", "asked", "told"),
     [
-        (1024, 4096, 2, None),  # 10 + 2 · 16 + 128 = 170
-        (100, 4096, 2, 170),
-        (100, 150, 2, 150),
-        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, 2, None),
-        (170, 170, 20, 170),  # 10 + 20 · 8: just enough
+        *(("kept", True, True), ("late", True, False), ("rubbish", True, False), ("failed", True, False)),
+        *(("temp", False, False), ("lost", False, False), ("silent", False, False), ("local", False, False)),
     ],
 )
-def test_the_limit_of_open_files_is_raised_to_what_hosts_need(
-    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, hosts: int, raised_to: int | None
-) -> None:
-    told = files(monkeypatch, soft, hard)
-    make_room(hosts)
-    assert told == ([] if raised_to is None else [(raised_to, hard)])
+def test_files_that_were_written_on_other_machines_are_told(stage: Stage, how: str, asked: bool, told: bool) -> None:
+    node: Any = stage.node()
+    node.workdir = Workdir("" if how == "temp" else "data")
+    node.host = sky.Host(name="node0", transport="local" if how == "local" else "openssh")
+    node.lost = sky.HostLost("gone") if how == "lost" else None
+    node.session.responds = how != "silent"
+    about = {"count": 1, "size": 5, "names": ["a"], "complete": True, "common": "a"}
+    text = "x" if how == "rubbish" else json.dumps([{"workdir": "data", **about}, {"workdir": "other", **about}])
+    answer = messages.Failed(text=text) if how == "failed" else messages.Done(text=text)
 
+    def wait(done: Any, seconds: float) -> bool:
+        assert not done()
+        if how != "late":
+            node.session.answers[0](answer, [])
+        return bool(done())
 
-def test_more_hosts_than_there_may_be_open_files_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    files(monkeypatch, 100, 169)
-    with pytest.raises(sky.UsageError, match="20 hosts need about 170 open files"):
-        make_room(20)
-
-
-def files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int) -> list[tuple[int, int]]:
-    """Ten files are open; returns the limits that were set."""
-    told: list[tuple[int, int]] = []
-    monkeypatch.setattr(resource, "getrlimit", lambda which: (soft, hard))
-    monkeypatch.setattr(resource, "setrlimit", lambda which, limits: told.append(limits))
-    monkeypatch.setattr(module, "Path", lambda name: SimpleNamespace(iterdir=lambda: range(10)))
-    return told
+    node.session.wait = wait
+    tell_files([node], sky.Inventory(hosts={}), Events())
+    assert node.session.sent == [], "nobody wants to know"
+    tell_files([node], sky.Inventory(hosts={}), stage.events)
+    assert bool(node.session.sent) is asked
+    assert [str(event.path) for event in stage.found] == ["~/.cache/skyfab/files/data"] * told  # type: ignore[attr-defined]

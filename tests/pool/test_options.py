@@ -16,6 +16,7 @@ import skyfab as sky
         *({"lease": value} for value in (0.5, "60", None, float("nan"), True)),
         *({"heartbeat_timeout": value} for value in (0, -1, "10", None)),
         *({"results": value} for value in ("all", None, 1)),
+        {"image": "torch"},
     ],
     ids=str,
 )
@@ -24,6 +25,13 @@ def test_what_cannot_be_is_said_with_its_value(options: dict[str, Any]) -> None:
         sky.Compute("local", **options)
     ((name, value),) = options.items()
     assert f"{name}={value!r}" in failed.value.message
+
+
+@pytest.mark.parametrize("plugin", ["torch", sky.plugins.torch], ids=["name", "function"])
+def test_what_is_not_a_plugin_is_refused(plugin: Any) -> None:
+    with pytest.raises(sky.UsageError, match="not a plugin") as failed:
+        sky.Compute("local", plugins=[plugin])
+    assert "sky.plugins.torch()" in str(failed.value.hint)
 
 
 @pytest.mark.parametrize(

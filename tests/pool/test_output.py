@@ -39,18 +39,6 @@ def printf(text: str) -> None:
 # ---- where it comes from
 
 
-def test_what_python_prints_arrives_with_its_stream(pool: sky.Compute, events: list[Event]) -> None:
-    @sky.function
-    def speak() -> None:
-        print("to stdout")
-        print("to stderr", file=sys.stderr)
-        print("more", "words", sep="-")
-
-    speak() >> pool
-    assert lines(events) == ["to stdout", "more-words"]
-    assert lines(events, "stderr") == ["to stderr"]
-
-
 def test_what_bypasses_python_arrives_too(pool: sky.Compute, events: list[Event]) -> None:
     """File descriptors, C code and child processes."""
 
@@ -131,19 +119,6 @@ def test_text_without_an_end_of_line_is_shown_when_the_call_ends(pool: sky.Compu
     assert lines(events) == ["one", "two", "three"]
 
 
-def test_progress_bars_are_lines_that_ask_to_be_overwritten(pool: sky.Compute, events: list[Event]) -> None:
-    @sky.function
-    def progress() -> None:
-        for percent in (10, 20, 30):
-            sys.stderr.write(f"\r{percent}%")
-            sys.stderr.flush()
-        sys.stderr.write("\n")
-
-    progress() >> pool
-    found = [(e.text, e.end) for e in events if isinstance(e, Output)]
-    assert found == [("10%", "\r"), ("20%", "\r"), ("30%", "\n")]
-
-
 def test_a_progress_bar_is_seen_to_move(pool: sky.Compute, events: list[Event], spot: Spot) -> None:
     """Each state is shown by the time the next one is written, not when the call ends."""
 
@@ -161,35 +136,6 @@ def test_a_progress_bar_is_seen_to_move(pool: sky.Compute, events: list[Event], 
         until(lambda step=step: str(step) in lines(events, "stderr"), "the next state of the progress bar")
         spot.leave(f"step{step}")
     future.result(170)
-
-
-def test_line_ends_of_other_systems_are_line_ends(pool: sky.Compute, events: list[Event]) -> None:
-    sky.function(lambda: os.write(1, b"dos\r\nunix\n\nafter an empty one\r\n"))() >> pool
-    assert [(e.text, e.end) for e in events if isinstance(e, Output)] == [
-        ("dos", "\n"),
-        ("unix", "\n"),
-        ("", "\n"),
-        ("after an empty one", "\n"),
-    ]
-
-
-def test_a_dos_line_end_in_two_writes_is_one_line_end(pool: sky.Compute, events: list[Event], spot: Spot) -> None:
-    @sky.function
-    def speak() -> None:
-        os.write(1, b"first\nhalf\r")
-        wait_for(go)
-        os.write(1, b"\nnext\n")
-
-    go = spot / "go"
-    future = speak() > pool
-    until(lambda: "first" in lines(events), "the first half")
-    spot.leave("go")
-    future.result(170)
-    assert [(e.text, e.end) for e in events if isinstance(e, Output)] == [
-        ("first", "\n"),
-        ("half", "\n"),
-        ("next", "\n"),
-    ]
 
 
 def test_text_of_all_kinds_arrives_unchanged(pool: sky.Compute, events: list[Event]) -> None:
@@ -228,22 +174,6 @@ def test_bytes_that_are_no_text_do_no_harm(pool: sky.Compute, events: list[Event
     assert len(found) == 4
     assert found[2].startswith("lone ")
     assert found[3] == "still here"
-
-
-def test_a_character_in_two_writes_is_one_character(pool: sky.Compute, events: list[Event], spot: Spot) -> None:
-    @sky.function
-    def speak() -> None:
-        first, second = "é".encode()[:1], "é".encode()[1:]
-        os.write(1, b"start\nhalf " + first)
-        wait_for(go)
-        os.write(1, second + b"\n")
-
-    go = spot / "go"
-    future = speak() > pool
-    until(lambda: "start" in lines(events), "the first half")
-    spot.leave("go")
-    future.result(170)
-    assert lines(events) == ["start", "half é"]
 
 
 def test_a_line_of_a_megabyte_arrives_whole_or_in_pieces(pool: sky.Compute, events: list[Event]) -> None:
@@ -328,16 +258,6 @@ def test_a_slow_reader_does_not_hold_up_the_function(open_pool: Callable[..., sk
     pool.events.subscribe(slow)
     flood() >> pool
     assert found == [f"{number:0200d}" for number in range(100_000)]
-
-
-def test_a_flood_nobody_listens_to_does_no_harm(pool: sky.Compute) -> None:
-    @sky.function
-    def flood() -> int:
-        for _ in range(50_000):
-            print("nobody hears this")
-        return 1
-
-    assert flood() >> pool == 1
 
 
 def test_a_flood_on_one_host_does_not_hold_up_calls_on_another(pool: sky.Compute, spot: Spot) -> None:
@@ -432,14 +352,6 @@ def test_everything_is_kept_in_files_on_the_host(
     assert sorted(kept) == sorted(2 * [f"{mark}\n".encode()] + 2 * [f"{mark}\n".encode() + b"raw \xff bytes, no end"])
 
 
-def test_files_are_nobody_elses_business(lab: Lab, open_pool: Callable[..., sky.Compute], namespaces: Lab) -> None:
-    pool = open_pool("openssh", count=1)
-    sky.function(print)("secret") >> pool
-    logs = namespaces.hosts[0].path("/root/.cache/skyfab/logs")
-    for path in (logs, *logs.rglob("*")):
-        assert path.stat().st_mode & 0o077 == 0, path
-
-
 # ---- who may speak
 
 
@@ -460,45 +372,26 @@ LOUD = sorted(["from python", "from a descriptor", "from a child", "from C"])
 """In any order: when the C library flushes is its own matter."""
 
 
-def test_stdout_of_the_head_alone(pool: sky.Compute, events: list[Event]) -> None:
-    for limited in both_orders(sky.stdout(only="head"), shout):
+@pytest.mark.parametrize(
+    ("limit", "loud", "errors"),
+    [
+        (sky.stdout(only="head"), [0], [0, 1]),
+        (sky.stdout(only=lambda info: info.rank == 1), [1], [0, 1]),
+        (sky.stderr(only="head"), [0, 1], [0]),
+        (sky.silent, [], []),
+        (lambda fn: sky.stdout(only="head")(sky.stderr(only=lambda info: False)(fn)), [0], []),
+    ],
+    ids=["stdout", "predicate", "stderr", "silent", "both"],
+)
+def test_limits_hold_for_c_code_and_children_too(
+    pool: sky.Compute, events: list[Event], limit: Callable[[Any], Any], loud: list[int], errors: list[int]
+) -> None:
+    for limited in both_orders(limit, shout):
         events.clear()
         assert limited() @ pool == [5, 5]
-        assert sorted(lines(events, rank=0)) == LOUD
-        assert lines(events, rank=1) == []
-        assert lines(events, "stderr", rank=1) == ["error"]
-
-
-def test_stdout_where_a_predicate_holds(pool: sky.Compute, events: list[Event]) -> None:
-    for limited in both_orders(sky.stdout(only=lambda info: info.rank == 1), shout):
-        events.clear()
-        assert limited() @ pool == [5, 5]
-        assert lines(events, rank=0) == []
-        assert sorted(lines(events, rank=1)) == LOUD
-
-
-def test_stderr_of_the_head_alone(pool: sky.Compute, events: list[Event]) -> None:
-    for limited in both_orders(sky.stderr(only="head"), shout):
-        events.clear()
-        assert limited() @ pool == [5, 5]
-        assert lines(events, "stderr", rank=0) == ["error"]
-        assert lines(events, "stderr", rank=1) == []
-        assert sorted(lines(events, rank=1)) == LOUD
-
-
-def test_silent_means_silent_for_c_code_and_children_too(pool: sky.Compute, events: list[Event]) -> None:
-    for limited in both_orders(sky.silent, shout):
-        events.clear()
-        assert limited() @ pool == [5, 5]
-        assert limited() >> pool == 5
-        assert [e for e in events if isinstance(e, Output)] == []
-
-
-def test_both_limits_together(pool: sky.Compute, events: list[Event]) -> None:
-    limited = sky.stdout(only="head")(sky.function(sky.stderr(only=lambda info: False)(shout)))
-    limited() @ pool
-    assert sorted(lines(events, rank=0)) == LOUD
-    assert lines(events, rank=1) == lines(events, "stderr", 0) == lines(events, "stderr", 1) == []
+        for rank in (0, 1):
+            assert sorted(lines(events, rank=rank)) == (LOUD if rank in loud else [])
+            assert lines(events, "stderr", rank=rank) == (["error"] if rank in errors else [])
 
 
 def test_a_silent_function_that_fails_is_heard_and_the_next_one_too(pool: sky.Compute, events: list[Event]) -> None:

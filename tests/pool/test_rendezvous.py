@@ -20,8 +20,9 @@ from skyfab.host.agent.peer_probe import PeerProbe
 from skyfab.host.agent.poller import READ, Poller
 from skyfab.host.agent.ports import Ports
 from skyfab.pool.addresses import Candidates
-from skyfab.pool.rendezvous import RendezvousFinder
+from skyfab.pool.rendezvous import RendezvousFinder, strongest_need
 from skyfab.protocol import messages
+from skyfab.ui.events import Events
 
 
 class Wires:
@@ -187,6 +188,13 @@ def test_the_work_grows_with_the_number_of_hosts(host: Make, wires: Wires) -> No
     assert wires.probes <= 3 * len(nodes)
 
 
+@pytest.mark.parametrize("need", ["unused", "wanted", "needed"])
+def test_the_strongest_need_of_the_plugins_decides(need: str) -> None:
+    weaker = ["unused", "wanted", "needed"][: ["unused", "wanted", "needed"].index(need)]
+    plugins: list[Any] = [SimpleNamespace(network=each) for each in (*weaker, need, *weaker)]
+    assert strongest_need(plugins) == need
+
+
 def test_nothing_is_tried_where_no_plugin_needs_it(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2)]
     wires.cut = {("node1", "10.0.0.2"), ("node2", "10.0.0.1")}
@@ -226,7 +234,7 @@ def test_who_cannot_reach_whom_is_said(host: Make, wires: Wires) -> None:
 @pytest.mark.parametrize(
     ("told", "interface", "message"),
     [
-        ("eth0 10.0.2.15/24", "auto", "no address at which other hosts could find it.*node1 and node2 have"),
+        ("eth0 10.0.2.15/24", "auto", "no address that other hosts can reach.*node1 and node2 have"),
         ("eth0 10.0.2.15/24", "fast0", "its interface fast0, which the inventory names, has no address; it has 10.0.2"),
     ],
 )
@@ -245,8 +253,9 @@ def test_hosts_without_an_address_of_their_own_are_told_at_once(
 def test_a_network_that_is_wanted_may_be_missing(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2)]
     wires.cut = {("node2", "10.0.0.1")}
-    said: list[str] = []
-    finder = RendezvousFinder("wanted", lambda host, text: said.append(f"{host}: {text}"))
+    said, events = list[str](), Events()
+    events.subscribe(lambda event: said.append(str(event)))
+    finder = RendezvousFinder("wanted", events)
     assert [place.address for place in finder.arrange(nodes).addresses] == ["10.0.0.1", "10.0.0.2"]
     assert len(said) == 1 and "node2: it cannot connect to node1 at 10.0.0.1" in said[0]
 
@@ -358,7 +367,7 @@ def test_the_agent_goes_on_while_a_host_does_not_answer(watch: Poller, ports: Po
             assert len(rung) == number and not found
         while not found:
             watch.wait(1)
-        assert found == [[["it accepts connections and does not answer", "127.0.0.1"]]]
+        assert found == [[["it accepts connections but does not answer", "127.0.0.1"]]]
     finally:
         watch.drop(bell)
         os.close(bell)
@@ -369,7 +378,7 @@ def test_other_addresses_of_a_host_that_was_reached_are_not_waited_for(watch: Po
     silent, port = str(ports.open()), str(ports.open(word="here"))
     began = time.monotonic()
     found = tried(watch, [["127.0.0.1", silent, "here"], ["127.0.0.1", port, "here"]], patience=60.0)
-    assert [reason for reason, _ in found] == ["it accepts connections and does not answer", ""]
+    assert [reason for reason, _ in found] == ["it accepts connections but does not answer", ""]
     assert time.monotonic() - began < 30
 
 

@@ -54,20 +54,6 @@ def test_a_pool_of_many_hosts_is_shown_in_one_line() -> None:
     assert repr(pool) == "<Compute node0, node1, node2, node3, node4, node5, node6, node7, …: not open>"
 
 
-def test_a_future_says_what_came_of_it(open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool("local", count=1)
-    running = pool.submit(sleep(60))
-    until(lambda: "running" in repr(running))
-    assert "<td>here1</td>" in cells(running)
-    running.cancel()
-    assert repr(running) == "<Future of sleep: cancelled>"
-    done, failed = pool.submit(double(1)), pool.submit(fail(), on="all")
-    assert done.result(170) == 2
-    assert repr(done) == "<Future of double: done>"
-    assert isinstance(failed.exception(60), sky.BroadcastError)
-    assert repr(failed) == "<Future of fail: raised BroadcastError>"
-
-
 def test_text_is_escaped() -> None:
     future = CallFuture()
     future.label = "<script>"
@@ -83,7 +69,7 @@ def test_an_image_shows_what_was_said_and_no_secret() -> None:
 
 def test_an_inventory() -> None:
     inventory = sky.Inventory(hosts={"node1": sky.Host(name="node1", address="10.0.0.1")}, groups={"gpu": ("node1",)})
-    assert repr(inventory) == "<Inventory of no file: 1 host, 1 group>"
+    assert repr(inventory) == "<Inventory without a file: 1 host, 1 group>"
     assert "<td>gpu</td>" in cells(inventory)
 
 

@@ -128,5 +128,6 @@ def test_nobody_is_looked_at_after_the_end_of_the_call() -> None:
     node: Any = SimpleNamespace(name="node1", session=session)
     watch(future, lambda: [(node, "solo.0", None)], 0.01, "f", Events())
     assert session.asked.wait(30)
+    assert all(thread.daemon for thread in threading.enumerate() if thread.name == "skyfab-stall")
     future.settle(1)
     until(lambda: not any(thread.name == "skyfab-stall" for thread in threading.enumerate()))

@@ -258,7 +258,7 @@ class Agent:
         if (self._local or self._ended.is_there()) and not self._waiting:
             self._lease.is_program_ended = True
         what = "the program has ended" if self._lease.is_program_ended else "the connection has ended"
-        print(f"{what}: its client has {self._lease.seconds:g} s to come back", file=sys.stderr)
+        print(f"{what}: its client has {self._lease.seconds:g} s to reconnect", file=sys.stderr)
         self._close_ended()
 
     def _close_ended(self) -> None:

@@ -99,7 +99,6 @@ class Handlers:
                 self._send_function(worker, message.function)
             if self.record is not None:
                 self.record.expect(stream, worker.rank)
-                self.record.keep_call(message)
             worker.give(Running(stream, message.timeout), head, data)
             if data is None:
                 self._uploads.expect(stream, message.parts, worker)
@@ -157,7 +156,7 @@ class Handlers:
         if not message.run.isalnum():  # it becomes the name of a folder
             raise ProtocolError(f"not the name of a run: {message.run!r:.80}")
         if self.record is not None:
-            raise ProtocolError("this agent has a run already")
+            raise ProtocolError("this agent already has a run")
         self.record = RunFolder(os.path.join(self._cache, "runs", message.run), message.about, self._mux)
         self._workers.keep_in(self.record)
         self._mux.send(stream, Done().encode())
@@ -166,9 +165,7 @@ class Handlers:
         self._mux.send(stream, Done(text=self._workers.dump_stacks(message.worker)).encode())
 
     def on_written(self, stream: int, message: messages.Written, head: bytes, data: Data) -> None:
-        if message.fetched:
-            self._written.fetched(message.fetched)
-        self._mux.send(stream, Done(text="" if message.fetched else json.dumps(self._written.report())).encode())
+        self._mux.send(stream, Done(text=json.dumps(self._written.report())).encode())
 
     # ---- content, ports
 

@@ -47,8 +47,7 @@ class HostInfo:
     def _network(self) -> str:
         """Identifies the network stack. Agents with the same value reach each other at any address, even loopback."""
         try:
-            with open("/proc/sys/kernel/random/boot_id") as file:
-                return f"{file.read().strip()} {os.readlink('/proc/self/ns/net')}"
+            return f"{boot_id()} {os.readlink('/proc/self/ns/net')}"
         except OSError:
             return self._name
 
@@ -65,6 +64,15 @@ class HostInfo:
             self._kills = kills
             return "its process was killed because the host ran out of memory"
         return f"its process was killed by {name}"
+
+
+def boot_id() -> str:
+    """Identifies the current boot of the machine; a question mark if the system is not Linux."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            return file.read().strip()
+    except OSError:
+        return "?"
 
 
 def addresses() -> list[list[str]]:

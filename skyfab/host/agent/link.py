@@ -23,7 +23,7 @@ _LONGEST = 4096
 
 class _AgentGone(ConnectionError):
     def __str__(self) -> str:
-        return "the pool's agent is gone from this host"
+        return "the pool's agent no longer runs on this host"
 
 
 def main(argv: list[str]) -> int:
@@ -67,7 +67,7 @@ def _enter_folder(cache: str, session: str, *, make: bool) -> None:
     os.chdir(folder)
     found = os.stat(".")
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
-        raise PermissionError(f"{folder} belongs to another user or is open to others")
+        raise PermissionError(f"{folder} belongs to another user or is accessible to others")
     for path in {os.path.abspath(folder), os.getcwd()}:
         _check(path)
 
@@ -83,7 +83,7 @@ def _check(path: str) -> None:
             if found.st_uid not in (0, os.getuid()):
                 raise PermissionError(f"{path} belongs to another user")
             if stat.S_ISDIR(found.st_mode) and found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX:
-                raise PermissionError(f"{path} is open to others")
+                raise PermissionError(f"{path} is writable by others")
         path = os.path.dirname(path)
 
 

@@ -16,8 +16,7 @@ TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from typing import Final
 
-    from skyfab.host.agent.log_times import LogTimes
-    from skyfab.host.agent.run_folder import RunFolder
+    from skyfab.host.agent.run_folder import LogTimes, RunFolder
     from skyfab.protocol.mux import Mux
 
 _ROOM: Final = 1024 * 1024
@@ -125,7 +124,7 @@ class LogPipe:
         return self._sent < self.end or bool(self._unkept) or self._mux.queued(self._stream) > 0
 
     def catch_up(self) -> bool:
-        """Forwards more of the file, as far as the connection takes it. Returns whether it forwarded anything."""
+        """Forwards as much of the file as the connection accepts. Returns whether it forwarded anything."""
         before = self._sent
         while self._sent < self.end and self._mux.queued(self._stream) < _ROOM:
             data = os.pread(self._file, min(256 * 1024, self.end - self._sent), self._sent - self._base)

@@ -6,12 +6,10 @@ This takes seconds if a packet is lost or a machine is busy, so it runs on threa
 from __future__ import annotations
 
 import os
-import select
 import socket
 import time
-from errno import EINPROGRESS
 
-from skyfab.host.agent.poller import READ, WRITE
+from skyfab.host.agent.poller import READ
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
@@ -27,6 +25,7 @@ _PAUSE = 0.25
 """Seconds between tries."""
 _MORE = 1.0
 """Seconds to wait for the other addresses of a host, once one of them has replied."""
+_TICK = 0.05
 
 
 class PeerProbe:
@@ -55,69 +54,41 @@ class PeerProbe:
     def _run(self) -> None:
         from concurrent.futures import ThreadPoolExecutor
 
+        threads = ThreadPoolExecutor(_ABREAST)
         try:
-            with ThreadPoolExecutor(_ABREAST) as threads:
-                self._found = list(threads.map(lambda peer: self._probe(*peer), self._peers))
+            tried = [threads.submit(self._probe, number, *peer) for number, peer in enumerate(self._peers)]
+            words = [word for _, _, word in self._peers]
+            while any(not one.done() and not self._is_over(word) for one, word in zip(tried, words, strict=True)):
+                time.sleep(_TICK)
         finally:
+            threads.shutdown(wait=False, cancel_futures=True)  # those that still wait end at the deadline
             os.close(self._running)
 
     def _finish(self) -> None:
         self._poller.drop(self._over)
         os.close(self._over)
-        self._done(self._found)
+        self._done([*self._found])
 
-    def _probe(self, address: str, port: str, word: str) -> list[str]:
-        found = ["no answer", ""]
+    def _probe(self, number: int, address: str, port: str, word: str) -> None:
         for attempt in range(_TRIES):
             if attempt:
                 time.sleep(_PAUSE)
             if self._is_over(word):
-                break
+                return
             try:
-                with socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET) as peer:
-                    peer.setblocking(False)
-                    _check(peer.connect_ex((address, int(port))))
-                    if not self._is_ready(peer, WRITE, word):
-                        return ["no answer", ""]
-                    _check(peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR))
+                left = max(_TICK, self._deadline - time.monotonic())
+                with socket.create_connection((address, int(port)), left) as peer, peer.makefile("rb") as said:
                     own = str(peer.getsockname()[0])
-                    heard = self._hear(peer, word)
+                    self._found[number] = ["it accepts connections but does not answer", own]
+                    if said.read(len(word)) == word.encode():
+                        self._reached.setdefault(word, time.monotonic() + _MORE)
+                        self._found[number] = ["", own]
+                        return
+                    self._found[number] = ["another machine answers", ""]
+            except TimeoutError:
+                return
             except (OSError, OverflowError) as error:
-                found = [(getattr(error, "strerror", None) or str(error)).lower(), ""]
-                continue
-            if heard is None:
-                return ["it accepts connections and does not answer", own]
-            if heard == word.encode():
-                self._reached.setdefault(word, time.monotonic() + _MORE)
-                return ["", own]
-            found = ["another machine answers", ""]
-        return found
-
-    def _hear(self, peer: socket.socket, word: str) -> bytes | None:
-        """What the peer sends, as much as the word has; None if it is silent."""
-        heard = b""
-        while len(heard) < len(word):
-            if not self._is_ready(peer, READ, word):
-                return None
-            said = peer.recv(256)
-            if not said:
-                break
-            heard += said
-        return heard
-
-    def _is_ready(self, peer: socket.socket, event: int, word: str) -> bool:
-        """Waits for the socket. False: the time is over."""
-        poll = select.poll()
-        poll.register(peer, event)
-        while not self._is_over(word):
-            if poll.poll(50):
-                return True
-        return False
+                self._found[number] = [(getattr(error, "strerror", None) or str(error)).lower(), ""]
 
     def _is_over(self, word: str) -> bool:
         return time.monotonic() >= self._reached.get(word, self._deadline)
-
-
-def _check(error: int) -> None:
-    if error not in (0, EINPROGRESS):
-        raise OSError(error, os.strerror(error))

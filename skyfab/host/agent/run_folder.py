@@ -1,8 +1,7 @@
 """The folder of a detached run on one host: without a client, results and states are written to files.
 
-``runs/ID`` in the cache contains `about` (the run's description), `call` (what it calls), `status` (its state), `agent`
-(the agent's process), a log for each rank and stream, when it was written, and each rank's result. A file with its
-final name is complete.
+``runs/ID`` in the cache contains `about` (the run's description), `status` (its state), `agent` (the agent's process),
+a log for each rank and stream, when it was written, and each rank's result. A file with its final name is complete.
 """
 
 from __future__ import annotations
@@ -12,17 +11,20 @@ import json
 import os
 import time
 
-from skyfab.host.agent.log_times import LogTimes
+from skyfab.host.agent.host_info import boot_id
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import inline_size
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from typing import Any
+    from typing import Any, Final
 
     from skyfab.protocol.frames import Buffer
     from skyfab.protocol.mux import Mux
+
+_PACE: Final = 0.01
+"""Seconds between the times that are noted of a log: a process that writes all the time does not make the file long."""
 
 
 class RunFolder:
@@ -46,10 +48,10 @@ class RunFolder:
             "failed": {},
         }
         self.files: list[dict[str, Any]] = []
-        """Which files were written in working directories, noted at the end."""
+        """Which files were written in working folders, noted at the end."""
         self.failed = self._stopped = False
         self.on_failure: Callable[[], None] = lambda: None
-        self._write("agent", f"{os.getpid()} {_boot()} {os.getcwd()}\n".encode())
+        self._write("agent", f"{os.getpid()} {boot_id()} {os.getcwd()}\n".encode())
         self._write("status", json.dumps(self._status).encode())
         self._write("about", json.dumps(dict(about)).encode())  # last: its presence makes the run valid
 
@@ -66,13 +68,6 @@ class RunFolder:
         """A rank has received the call of the run."""
         self._ranks[stream] = rank
         self._note(rank, "running")
-
-    def keep_call(self, call: messages.Call) -> None:
-        """Notes once what is called: the function's digest and the sizes of its arguments, but not their values."""
-        if not os.path.exists(os.path.join(self._folder, "call")):
-            sizes = [part if isinstance(part, int) else part[1] for part in call.parts]
-            said = {"function": call.function, "arguments": sizes, "timeout": call.timeout}
-            self._write("call", json.dumps(said).encode())
 
     def stop(self) -> None:
         """The run is ended from outside: replies from now on do not count."""
@@ -146,7 +141,7 @@ class RunFolder:
         file, state, _ = self._drafts.pop(stream)
         try:
             if file is None:
-                raise OSError("there was no room")
+                raise OSError("no space left")
             file.flush()
             os.fsync(file.fileno())
             file.close()
@@ -181,10 +176,40 @@ class RunFolder:
         """Nothing either."""
 
 
-def _boot() -> str:
-    """Identifies the current boot of the machine."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            return file.read().strip()
-    except OSError:
-        return "?"
+class LogTimes:
+    """Notes when each part of a log was written, in a file beside it: logs of several hosts can be merged by time.
+
+    A record of 32 bytes is an offset in the log and a time in milliseconds: what follows that offset was written then.
+    Errors are ignored: without the times, the log is still there.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._last = -1.0
+        self._file = self._open()
+
+    def _open(self) -> int:
+        with contextlib.suppress(OSError):
+            return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        return -1
+
+    def note(self, offset: int) -> None:
+        """What is written from this offset of the log on, is written now."""
+        now = time.time()
+        if not 0 <= now - self._last < _PACE:
+            self._last = now
+            with contextlib.suppress(OSError):
+                os.write(self._file, b"%015d %015d\n" % (offset, round(now * 1000)))
+
+    def turn_over(self) -> None:
+        """The log was rotated."""
+        with contextlib.suppress(OSError):
+            os.rename(self._path, f"{self._path}.1")
+        self.close()
+        self._file = self._open()
+        self._last = -1.0
+
+    def close(self) -> None:
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1

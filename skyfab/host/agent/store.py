@@ -106,7 +106,7 @@ class Store:
             with contextlib.suppress(OSError):  # another process may have created it first
                 os.rename(draft, target)
             if not os.path.isdir(target):
-                raise OSError(f"{target} could not be made")
+                raise OSError(f"{target} could not be created")
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return target
@@ -121,7 +121,7 @@ class Store:
         return [os.path.join(folder, name) for name in sorted(os.listdir(folder)) if name != INCLUDED]
 
     def included(self, digest: str) -> str:
-        """The folder of a tree with the files for working directories; empty if it has none."""
+        """The folder of a tree with the files for working folders; empty if it has none."""
         folder = os.path.join(self.tree(digest), INCLUDED) if digest else ""
         return folder if folder and os.path.isdir(folder) else ""
 

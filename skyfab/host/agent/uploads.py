@@ -81,7 +81,7 @@ class Uploads:
         """Drops the stream's data and sends the client the error."""
         self.abandon(stream)
         full = isinstance(error, OSError) and error.errno in _FULL
-        hint = "free some space there, or put the cache on another disk (cache = … in the inventory)" if full else None
+        hint = "free some space, or put the cache on another disk (cache = … in the inventory)" if full else None
         self._mux.send(stream, Failed(text=str(error), hint=hint).encode())
 
     def keep(self, stream: int, writer: Writer, data: memoryview) -> None:

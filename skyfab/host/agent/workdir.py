@@ -1,4 +1,4 @@
-"""The working directory of a host's workers: creates it, copies included files into it, reports new files.
+"""The working folder of a host's workers: creates it, copies included files into it, reports new files.
 
 A project's folder in the cache, or a path that the user has given, persists when the pool closes. The files that the
 user included are copied into it, and other files that were written there can be listed.
@@ -7,7 +7,6 @@ user included are copied into it, and other files that were written there can be
 from __future__ import annotations
 
 import contextlib
-import fnmatch
 import os
 import stat
 import time
@@ -16,19 +15,19 @@ from skyfab.errors import ProtocolError
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping
     from typing import Any, Final
 
 INCLUDED: Final = "files"
-"""The folder of a project's tree with the files that are copied into the working directory."""
+"""The folder of a project's tree with the files that are copied into the working folder."""
 _MOST: Final = 20_000
 _SECONDS: Final = 0.5
-"""Limits for the scan of a working directory, files and seconds: it may contain any number of files."""
+"""Limits for the scan of a working folder, files and seconds: it may contain any number of files."""
 _NAMES: Final = 3
 
 
 def place(workdir: str, cache: str) -> str:
-    """The path of a working directory: given by the user, or a project's folder in the cache. Empty: the pool's own.
+    """The path of a working folder: given by the user, or a project's folder in the cache. Empty: the pool's own.
 
     Raises FileNotFoundError for an unknown user, ProtocolError for an invalid name.
     """
@@ -95,17 +94,15 @@ def _inside(folder: str) -> Iterator[str]:
 
 
 class Written:
-    """Tracks which files processes write in persistent working directories while a pool is open."""
+    """Tracks which files processes write in persistent working folders while a pool is open."""
 
     def __init__(self) -> None:
         self._folders: dict[str, tuple[str, float, set[str]]] = {}
-        """For each working directory, by the client's name: its path, since when, and the folders of included files."""
+        """For each working folder, by the client's name: its path, since when, and the folders of included files."""
         self._noted: set[str] = set()
-        self._fetched: list[tuple[str, float]] = []
-        """Paths and patterns of files that the client has fetched, each with the time of that."""
 
     def begin(self, workdir: str, path: str, included: str, *, reported: bool = True) -> None:
-        """A process is about to start in this working directory. If not `reported`, it is one that transfers files.
+        """A process is about to start in this working folder. If not `reported`, it is one that transfers files.
 
         Notes it in the current directory, which is the pool's run folder: there gc looks for what is in use.
         """
@@ -119,15 +116,11 @@ class Written:
             self._folders[workdir] = (path, _now(), set())
         self._folders[workdir][2].add(included)
 
-    def fetched(self, patterns: Sequence[str]) -> None:
-        """These files have been fetched by now: they are reported only if they are written again."""
-        self._fetched += [(pattern, _now()) for pattern in patterns]
-
     def report(self) -> list[dict[str, Any]]:
         """For each directory with new files: how many, their total size, names of the newest, what all are in."""
         found = []
+        fetched = _fetched()
         for workdir, (path, since, included) in self._folders.items():
-            fetched = [(_inner(pattern, path), until) for pattern, until in self._fetched]
             files, complete = _changed(path, since, included, fetched)
             if files:
                 files.sort(key=lambda file: -file[2])
@@ -152,32 +145,36 @@ def _now() -> float:
     return time.time()
 
 
-def _inner(pattern: str, folder: str) -> list[str]:
-    """The parts of a pattern's path, relative to a working directory."""
-    return os.path.relpath(os.path.join(folder, os.path.expanduser(pattern)), folder).split("/")
+def note_fetched(name: str, paths: Iterable[bytes], run: str) -> None:
+    """Notes in the pool's run folder that these files were fetched: they are reported only if they are written again.
+
+    The name of the note begins with ``fetched.``; it replaces an earlier one.
+    """
+    with contextlib.suppress(OSError), open(os.path.join(run, name), "wb") as note:
+        note.write(b"\0".join(map(os.path.realpath, paths)))
 
 
-def _names(pattern: list[str], path: list[str]) -> bool:
-    """Whether a pattern names a path, or a folder that it is in, by the rules of `glob`."""
-    if not pattern or pattern == ["."]:
-        return True
-    if not path:
-        return False
-    first, *rest = pattern
-    if first == "**":
-        return _names(rest, path) or (not path[0].startswith(".") and _names(pattern, path[1:]))
-    hidden = path[0].startswith(".") and not first.startswith(".")
-    return (path[0] == first or (not hidden and fnmatch.fnmatchcase(path[0], first))) and _names(rest, path[1:])
+def _fetched() -> dict[str, float]:
+    """The files that were fetched, and when, by the notes in the current directory."""
+    found: dict[str, float] = {}
+    with contextlib.suppress(OSError):
+        for name in os.listdir():
+            if name.startswith("fetched."):
+                with open(name, "rb") as note:
+                    paths = note.read().split(b"\0")
+                found |= dict.fromkeys(map(os.fsdecode, paths), os.stat(name).st_mtime)
+    return found
 
 
 def _changed(
-    folder: str, since: float, included: set[str], fetched: Sequence[tuple[list[str], float]] = ()
+    folder: str, since: float, included: set[str], fetched: Mapping[str, float]
 ) -> tuple[list[tuple[str, int, float]], bool]:
     """Files below a folder that were written since then (name, size and time), and whether the list is complete.
 
     Those that were `fetched` since they were written are left out.
     """
     found: list[tuple[str, int, float]] = []
+    folder = os.path.realpath(folder)
     deadline = time.monotonic() + _SECONDS
     for seen, inner in enumerate(_inside(folder)):
         if seen >= _MOST or time.monotonic() > deadline:
@@ -189,7 +186,7 @@ def _changed(
             continue
         if not stat.S_ISREG(about.st_mode) or about.st_ctime < since or "__pycache__" in inner:
             continue
-        if any(about.st_ctime <= until and _names(pattern, inner.split("/")) for pattern, until in fetched):
+        if about.st_ctime <= fetched.get(path, 0.0):
             continue
         if not any(_same(os.path.join(place, inner), path) for place in included if place):
             found.append((inner, about.st_size, about.st_ctime))

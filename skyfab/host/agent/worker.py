@@ -87,7 +87,7 @@ def _no_keyboard(*args: Any, **kwargs: Any) -> Any:
     """Replaces `breakpoint()` in a worker, unless PYTHONBREAKPOINT names something other than pdb."""
     if os.environ.get("PYTHONBREAKPOINT", "") not in ("", "pdb.set_trace"):
         return sys.__breakpointhook__(*args, **kwargs)  # noqa: T100
-    raise RuntimeError("breakpoint() in a rank: no keyboard is connected to this process, so a debugger does not work")
+    raise RuntimeError("breakpoint() in a rank: debuggers do not work, because this process has no keyboard input")
 
 
 def _no_workdir(folder: str, error: OSError) -> Exception:
@@ -206,7 +206,7 @@ class Worker:
     def _each(
         self, function: Any, again: Callable[[], Any] | None, items: list[tuple[Any, ...]]
     ) -> tuple[float, list[Any]]:
-        """Calls a function for every item. With `again`, each item is unpickled anew, so that in-place changes by one
+        """Calls a function for every item. With `again`, each item is unpickled again, so that in-place changes by one
         call are not visible to the next."""
         began = time.perf_counter()
         if again is None:
@@ -303,7 +303,7 @@ class Worker:
         """If an error has left CUDA unusable, makes later calls run in a new process."""
         if not self._spoiled and cuda.is_unusable(error):
             self._poisoned = True
-            text = "skyfab: CUDA no longer works in this process after that error: the next call gets a new one\n"
+            text = "skyfab: CUDA no longer works in this process after that error: the next call gets a new process\n"
             with contextlib.suppress(Exception):  # user code may have closed stderr
                 sys.stderr.write(text)
                 self._flush()

@@ -35,7 +35,7 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if not self.pid:
-            _run(theirs)
+            _end_after(_run, theirs)
         theirs.close()
         ours.setblocking(False)
         self._socket = ours
@@ -96,19 +96,25 @@ class Zygote:
             os.waitpid(self.pid, 0)
 
 
-def _run(control: socket.socket) -> NoReturn:
+def _end_after(body: Callable[..., None], *arguments: Any) -> NoReturn:
+    """What a forked process does: it calls `body` and exits."""
     code = 1
     try:
-        _close_all_but({0, 1, 2, control.fileno()})
-        _prepare()
-        _serve(control, os.path.abspath("work"))
+        body(*arguments)
         code = 0
     except BaseException:
         import traceback
 
         traceback.print_exc()
+        sys.stderr.flush()
     finally:
         os._exit(code)
+
+
+def _run(control: socket.socket) -> None:
+    _close_all_but({0, 1, 2, control.fileno()})
+    _prepare()
+    _serve(control, os.path.abspath("work"))
 
 
 def _close_all_but(keep: set[int]) -> None:
@@ -159,7 +165,7 @@ def _attend(
     control: socket.socket,
     wakeup: int,
     children: dict[int, int],
-    become: Callable[[dict[str, Any], list[int]], NoReturn],
+    become: Callable[[dict[str, Any], list[int]], None],
 ) -> None:
     """Forks and kills as the agent requests, until it closes the socket."""
     sources = [control.fileno(), wakeup]
@@ -186,7 +192,7 @@ def _attend(
                 _say(control, "failed", request["id"], str(error))
             else:
                 if not pid:
-                    become(request, fds)
+                    _end_after(become, request, fds)
                 children[pid] = request["id"]
                 _say(control, "started", request["id"], pid)
             for fd in fds:
@@ -241,10 +247,14 @@ def _signal(pids: list[int], number: int) -> None:
 
 def _adopt_orphans() -> None:
     """On Linux, makes orphaned descendants of workers our children, whatever session or group they are in."""
+    _prctl(36, 1)
+
+
+def _prctl(option: int, value: int) -> None:
     if sys.platform == "linux":
         import ctypes
 
-        ctypes.CDLL(None).prctl(36, 1)
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def _offspring() -> list[int]:
@@ -290,43 +300,30 @@ def _end_all() -> None:
             return
 
 
-def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited: set[int], parent: int) -> NoReturn:
-    code = 1
-    try:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        for fd in inherited:
-            os.close(fd)
-        os.setsid()
-        _die_with(parent)
-        _mark(request["id"])
-        source, sink, out, err, *listener = fds
-        for fd in (source, sink, *listener):
-            os.set_inheritable(fd, False)
-        request["listener"] = listener[0] if listener else -1
-        for fd, target in ((out, 1), (err, 2)):
-            os.dup2(fd, target)
-            os.close(fd)
-        os.makedirs(cwd, mode=0o700, exist_ok=True)
-        os.chdir(cwd)
-        from skyfab.host.agent import worker
+def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited: set[int], parent: int) -> None:
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for fd in inherited:
+        os.close(fd)
+    os.setsid()
+    _die_with(parent)
+    _mark(request["id"])
+    source, sink, out, err, *listener = fds
+    for fd in (source, sink, *listener):
+        os.set_inheritable(fd, False)
+    request["listener"] = listener[0] if listener else -1
+    for fd, target in ((out, 1), (err, 2)):
+        os.dup2(fd, target)
+        os.close(fd)
+    os.makedirs(cwd, mode=0o700, exist_ok=True)
+    os.chdir(cwd)
+    from skyfab.host.agent import worker
 
-        worker.main(source, sink, request)
-        code = 0
-    except BaseException:
-        import traceback
-
-        traceback.print_exc()
-        sys.stderr.flush()
-    finally:
-        os._exit(code)
+    worker.main(source, sink, request)
 
 
 def _die_with(parent: int) -> None:
     """Makes Linux kill this process when the zygote terminates. On other systems, it exits when its pipe is closed."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-        if os.getppid() != parent:  # it terminated before the prctl
-            os._exit(1)
+    _prctl(1, signal.SIGKILL)
+    if os.getppid() != parent:  # it terminated before the prctl
+        os._exit(1)

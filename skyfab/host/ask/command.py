@@ -1,9 +1,11 @@
-"""Runs a shell command and passes on what it writes."""
+"""Runs a shell command and passes on what it writes; takes variables to a shell that a user enters."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import selectors
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -21,6 +23,8 @@ _PIECE: Final = 65536
 _GRACE: Final = 2.0
 """Seconds between SIGTERM and SIGKILL."""
 _TICK: Final = 0.05
+_OLD: Final = 300.0
+"""Seconds after which the file of a login that failed is deleted."""
 
 
 def command(cache: str, *, line: str, workdir: str, variables: dict[str, str]) -> Iterator[Any]:
@@ -74,3 +78,19 @@ def _end(process: subprocess.Popen[bytes]) -> None:
         time.sleep(_TICK)
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
+
+
+def variables(cache: str, *, values: dict[str, str]) -> str:
+    """Writes environment variables to a file that a shell reads and deletes: they are in no command line.
+
+    Returns the name of the file in the cache.
+    """
+    for name in os.listdir(cache):
+        path = os.path.join(cache, name)
+        if name.startswith("ssh-") and time.time() - os.stat(path).st_mtime > _OLD:
+            os.unlink(path)
+    name = f"ssh-{secrets.token_hex(8)}"
+    lines = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in values.items())
+    with open(os.path.join(cache, name), "xb") as file:  # for this user alone, by the umask
+        file.write(lines.encode(errors="surrogateescape"))
+    return name

@@ -7,6 +7,7 @@ import os
 import socket
 import time
 
+from skyfab.host.ask.gpu_tools import user_name
 from skyfab.host.ask.survey import existing, survey
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a worker
@@ -27,7 +28,7 @@ _NETWORKED: Final = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "
 
 def examine(cache: str) -> Found:
     """What there is to examine. `cache` is skyfab's folder. What cannot be found out is missing."""
-    found: Found = {"user": _user()}
+    found: Found = {"user": user_name(os.getuid())}
     parts: list[tuple[float, Callable[[], Found]]] = [
         (_PATIENCE, lambda: _disk(cache)),  # a network file system may hang
         (_PATIENCE, _own_name),
@@ -63,15 +64,6 @@ def _at_once(parts: list[tuple[float, Callable[[], Found]]]) -> Found:
     return dict(found)
 
 
-def _user() -> str:
-    import pwd
-
-    try:
-        return pwd.getpwuid(os.getuid()).pw_name
-    except KeyError:
-        return str(os.getuid())
-
-
 # ---- the disk
 
 
@@ -89,7 +81,11 @@ def _disk(cache: str) -> Found:
         "inodes_free": about.f_favail,
     }
     best = max(_other_disks(os.stat(place).st_dev), default=None)
-    return found if best is None else {**found, "other_free": best[0], "other_cache": f"{best[1]}/{_user()}/skyfab"}
+    return (
+        found
+        if best is None
+        else {**found, "other_free": best[0], "other_cache": f"{best[1]}/{user_name(os.getuid())}/skyfab"}
+    )
 
 
 def _other_disks(device: int) -> Iterator[tuple[int, str]]:
@@ -250,7 +246,7 @@ def _logind() -> Found:
                         kills = value.strip().lower() in ("yes", "true", "1", "on")
         except OSError:
             continue
-    return {"kills": int(kills), "lingers": int(os.path.exists(f"/var/lib/systemd/linger/{_user()}"))}
+    return {"kills": int(kills), "lingers": int(os.path.exists(f"/var/lib/systemd/linger/{user_name(os.getuid())}"))}
 
 
 def _drop_ins(file: str) -> list[str]:

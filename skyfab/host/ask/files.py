@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import zlib
 
+from skyfab.context import own_folder
 from skyfab.files.entries import is_inner, words
 from skyfab.files.source import Source, matching
 from skyfab.files.target import Target
+from skyfab.host.agent.workdir import note_fetched
 from skyfab.protocol.codec import Payload
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
@@ -55,11 +58,17 @@ def _receive(to: bytes, name: bytes, is_file: bool, keep_newer: bool) -> tuple[s
 
 
 def _send(patterns: Sequence[bytes]) -> str:
-    """Opens the source of a download: files and folders, or patterns; relative to the working directory."""
+    """Opens the source of a download: files and folders, or patterns; relative to the working folder."""
     global _side
     skipped: list[Any] = []
     _side = Source(matching(patterns, skipped), skipped)
     return os.fsdecode(os.getcwdb())
 
 
-_REQUESTS: dict[str, Any] = {"receive": _receive, "send": _send}
+def _fetched(patterns: Sequence[bytes]) -> None:
+    """What these patterns mean has been fetched."""
+    assert isinstance(_side, Source)
+    note_fetched(f"fetched.{zlib.crc32(b'/'.join(patterns))}", _side.paths, os.path.dirname(own_folder()))
+
+
+_REQUESTS: dict[str, Any] = {"receive": _receive, "send": _send, "fetched": _fetched}

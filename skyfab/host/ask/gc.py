@@ -8,7 +8,6 @@ finds an entry complete, or creates it again.
 from __future__ import annotations
 
 import contextlib
-import errno
 import glob
 import os
 import re
@@ -35,7 +34,6 @@ _DAY: Final = 24 * _HOUR
 _DIGEST: Final = r"[0-9a-f]{16,}"
 _POOL: Final = r"[0-9a-f]{16}[A-Za-z0-9_.-]*"
 _DRAFT: Final = r"\.in-.*|\.[0-9a-f]{16}-.*|[0-9a-f]{16}.*\.[0-9a-f]{16}.*"
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 
 
 def gc(cache: str, *, days: int, dry_run: bool) -> dict[str, Any]:
@@ -45,6 +43,11 @@ def gc(cache: str, *, days: int, dry_run: bool) -> dict[str, Any]:
     was used in the last hour is always kept. With `dry_run` nothing is deleted.
     """
     return _Cleaning(cache, max(days * _DAY, _HOUR), dry_run=dry_run).run()
+
+
+def gc_here(cache: str, *, days: int, dry_run: bool) -> dict[str, Any]:
+    """As `gc`, of what the machine of the user stores for hosts in its own cache (env/)."""
+    return _Cleaning(cache, max(days * _DAY, _HOUR), dry_run=dry_run).run_here()
 
 
 class _Cleaning:
@@ -69,22 +72,36 @@ class _Cleaning:
         for kind in ("trees", "blobs"):
             self._sweep(kind, kind, _DIGEST, self._no_pool_has)
         self._sweep("runs", "runs", _DIGEST, _run_is_over)
-        folders = self._working_folders()
-        self._sweep("logs", "logs", _POOL, lambda path, age: not self._runs(path) and _all_old(path, age))
-        for folder in ("envs", "packages", "pythons", "bundles", "trees", "blobs", "files", "logs", own):
+        folders = self._sweep("files", "files", r"[^.].*", self._no_pool_has_folder)
+        self._sweep("logs", "logs", _POOL, self._no_pool_writes)
+        for folder in ("envs", "packages", "pythons", "bundles", "trees", "blobs", "runs", "files", "logs", own):
             self._sweep("drafts", folder, _DRAFT, age=_DAY)
         self._sweep("drafts", "", r"\.in-gc-.*", age=_DAY)
         self._locks()
+        return self._report(folders)
+
+    def run_here(self) -> dict[str, Any]:
+        kinds = ("wheels", "built", "locks", "tools", "hosts")
+        for kind in kinds:
+            self._sweep(kind, kind, r"[^.].*", _unread)
+        self._sweep("pythons", "pythons", r"cpython-.*", _unread)
+        self._sweep("", "busy", r".*", _unread)
+        for folder in (*kinds, "pythons"):
+            self._sweep("drafts", folder, r"\..*", _unread, _DAY)
+        return self._report([])
+
+    def _report(self, folders: list[tuple[str, int]]) -> dict[str, Any]:
         return {"removed": self._removed, "folders": folders, "kept_uv": self._kept_uv, "left": self._left}
 
     # ---- each kind
 
     def _environments(self) -> None:
         for path in self._entries("envs", _DIGEST) if not self._dry_run else ():
-            if os.path.basename(path) in self._in_use.envs and not os.path.islink(path) and _is_file(f"{path}/.used"):
-                os.utime(f"{path}/.used")
+            if os.path.basename(path) in self._in_use.envs and not os.path.islink(path):
+                with contextlib.suppress(FileNotFoundError):
+                    os.utime(f"{path}/.used", follow_symlinks=False)
         before = self._shared_size()
-        count = self._sweep("envs", "envs", _DIGEST, self._no_pool_has_environment)
+        count = len(self._sweep("envs", "envs", _DIGEST, self._no_pool_has_environment))
         if not self._dry_run and (self._prune(count) or count):
             # environments are hard links to what is in uv's cache: what both have now and had before counts
             self._removed["envs"] = [count, max(0, before - self._shared_size())]
@@ -101,7 +118,7 @@ class _Cleaning:
             self._kept_uv = removed > 0
             return False
         if not self._entries("envs", r"[^.].*"):
-            return self._sweep("", "", "uv", _all_old, _HOUR) > 0
+            return bool(self._sweep("", "", "uv", _all_old, _HOUR))
         if removed:
             self._kept_uv = os.environ.get("UV_LINK_MODE") == "symlink" or not _prune(self._cache)
         return removed > 0
@@ -122,76 +139,59 @@ class _Cleaning:
 
     def _no_pool_has(self, path: str, age: float) -> bool:
         """What a living pool uses of trees and blobs is younger than the pool."""
-        return not self._in_use.is_unknown and _is_old(path, age) and self._in_use.is_older(path)
+        return not self._in_use.is_unknown and _is_old(path, age) and _changed(path) < self._in_use.oldest
 
-    def _working_folders(self) -> list[list[Any]]:
-        """Deletes those in which nothing was used, and which no living pool has noted. Returns names and sizes."""
+    def _no_pool_has_folder(self, path: str, age: float) -> bool:
+        """Whether nothing in a working folder was used, and no living pool has noted it."""
+        if os.path.islink(path) or not os.path.isdir(path):
+            return False
+        notes = _glob(self._cache, "run/*/*/files")
+        return not any(os.path.basename(path) in read(note).split("\n") for note in notes) and _all_old(path, age)
 
-        def is_unused(path: str, age: float) -> bool:
-            if os.path.islink(path) or not os.path.isdir(path):
-                return False
-            noted = any(
-                os.path.basename(path) in read(each).split("\n") for each in _glob(self._cache, "run/*/*/files")
-            )
-            return not noted and _all_old(path, age)
-
-        old = {path: _size(path) for path in self._entries("files", r"[^.].*") if is_unused(path, self._age)}
-        self._sweep("files", "files", r"[^.].*", is_unused)
-        gone = [path for path in old if self._dry_run or not os.path.lexists(path)]
-        return [[os.path.basename(path), old[path]] for path in gone]
-
-    def _runs(self, log: str) -> list[str]:
-        """The folder of the pool that writes a log."""
-        return _glob(self._cache, f"run/*/{os.path.basename(log)}")
+    def _no_pool_writes(self, log: str, age: float) -> bool:
+        return not _glob(self._cache, f"run/*/{os.path.basename(log)}") and _all_old(log, age)
 
     def _locks(self) -> None:
         """Deletes the lock files of environments that neither exist nor are being made."""
         for lock in self._entries("envs", r"\.lock-.*") if not self._dry_run else ():
             env = os.path.basename(lock).removeprefix(".lock-")
             making = _glob(self._cache, f"envs/.in-{env}-*") or os.path.lexists(f"{self._cache}/envs/{env}")
-            if _is_old(lock, _HOUR) and _is_file(lock) and not os.path.getsize(lock) and not making:
+            if _is_old(lock, _HOUR) and not making:
                 os.unlink(lock)
 
     # ---- moving aside and deleting
 
-    def _sweep(self, kind: str, folder: str, pattern: str, is_unused: Test | None = None, age: float = 0.0) -> int:
-        """Deletes what is unused for an `age`, that of the cleaning unless it is given. Returns how many entries."""
+    def _sweep(
+        self, kind: str, folder: str, pattern: str, is_unused: Test | None = None, age: float = 0.0
+    ) -> list[tuple[str, int]]:
+        """Deletes what is unused for an `age`, that of the cleaning unless it is given. Returns names and sizes."""
         is_unused = is_unused or _is_old
         self._in_use = _InUse(self._cache)
         paths = [path for path in self._entries(folder, pattern) if is_unused(path, age or self._age)]
-        if self._dry_run:
-            self._count(kind, len(paths), sum(map(_size, paths)))
-            return 0
-        aside = os.path.join(self._cache, folder, f".in-gc-{secrets.token_hex(8)}")
-        paths, count = self._make_room(aside, paths)
-        size = 0
-        if paths:
+        aside = self._make_aside(folder) if paths and not self._dry_run else ""
+        if aside:
             for path in paths:
                 self._move(path, aside)
             self._in_use = _InUse(self._cache)
-            for path in _paths(aside):
-                before = os.path.join(os.path.dirname(aside), os.path.basename(path))
-                if not is_unused(path, _HOUR) and not os.path.lexists(before):
-                    os.rename(path, before)
-            found, size = len(_paths(aside)), _size(aside)
-            if self._delete(aside):
-                count += found
-        self._count(kind, count, size)
-        return count
+            paths = [path for path in _paths(aside) if is_unused(path, _HOUR) or not _put_back(path)]
+        seen: set[tuple[int, int]] = set()
+        sizes = [(path, _size(path, seen)) for path in paths]
+        found = [(os.path.basename(path), size) for path, size in sizes if self._dry_run or self._delete(path)]
+        with contextlib.suppress(OSError):  # something in it could not be deleted
+            os.rmdir(aside)
+        if kind and found:
+            known = self._removed.setdefault(kind, [0, 0])
+            known[0] += len(found)
+            known[1] += sum(size for _, size in found)
+        return found
 
-    def _make_room(self, aside: str, paths: list[str]) -> tuple[list[str], int]:
-        """Makes the folder for what is moved aside. A full disk has no room for it: the first to go make it."""
-        count = 0
-        while paths:
-            try:
-                os.mkdir(aside)
-                break
-            except OSError as error:
-                if error.errno not in _FULL:
-                    self._fail(error)
-                    return [], count
-                count += self._delete(paths.pop(0))
-        return paths, count
+    def _make_aside(self, folder: str) -> str:
+        """Makes a folder for what is moved aside. On a full disk returns an empty string: entries go where they are."""
+        path = os.path.join(self._cache, folder, f".in-gc-{secrets.token_hex(8)}")
+        with contextlib.suppress(OSError):
+            os.mkdir(path)
+            return path
+        return ""
 
     def _move(self, path: str, folder: str) -> None:
         try:
@@ -213,6 +213,8 @@ class _Cleaning:
                 if not os.access(folder, os.W_OK | os.X_OK):
                     os.chmod(folder, 0o700)
             shutil.rmtree(path)
+        except FileNotFoundError:
+            return False  # another process was faster
         except OSError as error:
             self._fail(error)
             return False
@@ -220,12 +222,6 @@ class _Cleaning:
 
     def _fail(self, error: OSError) -> None:
         self._left = self._left or f"{error.filename or ''}: {error.strerror or error}"[-400:]
-
-    def _count(self, kind: str, count: int, size: int) -> None:
-        if kind and count:
-            known = self._removed.setdefault(kind, [0, 0])
-            known[0] += count
-            known[1] += size
 
     # ---- looking
 
@@ -251,7 +247,8 @@ class _InUse:
         self.bundles: set[str] = set()
         self.is_unknown = False
         """A pool has not noted yet what it uses: that may be anything."""
-        self._oldest = float("inf")
+        self.oldest = float("inf")
+        """When the first of them started."""
         for pool in _glob(cache, "run/*/*/"):
             note = os.path.join(pool, "bundle")
             bundle = read(note)
@@ -261,18 +258,10 @@ class _InUse:
                 note, self.is_unknown = pool, True
             self.envs.add(read(os.path.join(pool, "env")).strip())
             with contextlib.suppress(OSError):  # the pool has ended just now
-                self._oldest = min(self._oldest, os.stat(note).st_mtime)
+                self.oldest = min(self.oldest, os.stat(note).st_mtime)
 
     def has(self, path: str, names: set[str]) -> bool:
         return self.is_unknown or os.path.basename(path) in names
-
-    def is_older(self, path: str) -> bool:
-        """Older than all living pools; links count as such."""
-        try:
-            found = os.lstat(path)
-        except OSError:  # another process was faster
-            return False
-        return stat.S_ISLNK(found.st_mode) or found.st_mtime < self._oldest
 
 
 def _agent_is_gone(folder: str, age: float) -> bool:
@@ -295,20 +284,40 @@ def _run_is_over(run: str, age: float) -> bool:
     return _is_old(f"{run}/status", age)
 
 
-def _is_file(path: str) -> bool:
-    return os.path.isfile(path) and not os.path.islink(path)
+def _put_back(path: str) -> bool:
+    """Moves an entry back to where it was, unless another one is there by now."""
+    folder, name = os.path.split(path)
+    before = os.path.join(os.path.dirname(folder), name)
+    if os.path.lexists(before):
+        return False
+    os.rename(path, before)
+    return True
 
 
 def _is_old(path: str, age: float) -> bool:
+    return time.time() - _changed(path) > age
+
+
+def _changed(path: str) -> float:
     try:
-        return time.time() - os.lstat(path).st_mtime > age
+        return os.lstat(path).st_mtime
     except OSError:
-        return False
+        return float("inf")  # another process was faster
 
 
 def _all_old(folder: str, age: float) -> bool:
     """Whether it is, and everything in it."""
     return _is_old(folder, age) and all(_is_old(path, age) for path in _below(folder))
+
+
+def _unread(path: str, age: float) -> bool:
+    """Whether nothing in it was written or read. Of folders only writes count: scanning them counts as a read."""
+    try:
+        found = [os.lstat(each) for each in (path, *(() if os.path.islink(path) else _below(path)))]
+    except OSError:  # another process was faster
+        return False
+    used = [one.st_mtime if stat.S_ISDIR(one.st_mode) else max(one.st_mtime, one.st_atime) for one in found]
+    return time.time() - max(used) > age
 
 
 def _below(folder: str) -> Iterator[str]:

@@ -42,7 +42,7 @@ def look_at_gpus() -> Found:
         try:
             return {"gpu_tool": tool, "gpu_error": None, "gpus": look(_run)}
         except (ToolFailed, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            said = str(error) if isinstance(error, ToolFailed) else "its output is not what was expected"
+            said = str(error) if isinstance(error, ToolFailed) else "unexpected output"
             return {"gpu_tool": tool, "gpu_error": f"{tool}: {said}", "gpus": []}
     return {"gpu_tool": None, "gpu_error": None, "gpus": []}
 
@@ -53,7 +53,7 @@ def _run(words: list[str]) -> str:
     try:
         done = subprocess.run(words, capture_output=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        raise ToolFailed(f"no answer within {_TIMEOUT:.0f} s: is the driver in order?") from None
+        raise ToolFailed(f"no answer within {_TIMEOUT:.0f} s: is the driver working?") from None
     except OSError as error:
         raise ToolFailed(error.strerror or str(error)) from None
     if done.returncode:
@@ -108,7 +108,7 @@ def _query(run: Run, what: str, fields: tuple[str, ...]) -> list[list[str]]:
     rows = [row for row in rows if not row[0].lower().startswith("no ")]  # "No running processes found"
     for row in rows:
         if len(row) != len(fields):
-            raise ToolFailed(f"its output is not what was expected: {', '.join(row)[:200]}")
+            raise ToolFailed(f"unexpected output: {', '.join(row)[:200]}")
     return rows
 
 
@@ -130,13 +130,16 @@ def _owner(pid: int) -> dict[str, str | None]:
             command: str | None = file.read().strip()
     except OSError:
         return {"user": None, "command": None}
-    try:
-        import pwd
+    return {"user": user_name(uid), "command": command}
 
-        user = pwd.getpwuid(uid).pw_name
-    except (ImportError, KeyError):
-        user = str(uid)
-    return {"user": user, "command": command}
+
+def user_name(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return str(uid)
 
 
 # ---- AMD and Apple

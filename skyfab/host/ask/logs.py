@@ -27,7 +27,7 @@ _LONGEST: Final = 128 * 1024
 _OVERHEAD: Final = 40
 """Bytes of a line besides its text."""
 _RECORD: Final = 32
-"""Bytes of a record of host/agent/log_times.py."""
+"""Bytes of a record of host/agent/run_folder.py."""
 
 
 def logs(

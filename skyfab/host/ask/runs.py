@@ -1,10 +1,13 @@
-"""Detached runs on this host: reads their folders, which host/agent/run_folder.py writes."""
+"""Detached runs on this host: reads their folders, which host/agent/run_folder.py writes, and stops them."""
 
 from __future__ import annotations
 
 import json
 import os
+import signal
+import time
 
+from skyfab.host.agent.host_info import boot_id
 from skyfab.host.ask.gpu_tools import look_at_gpus
 
 TYPE_CHECKING = False  # importing `typing` would slow the start
@@ -16,6 +19,10 @@ _MOST: Final = 65536
 """Bytes of a description."""
 _TAIL: Final = 2000
 """Bytes of a log in which its last line is looked for."""
+_PIECE: Final = 1024 * 1024
+_STOP: Final = 10.0
+"""Seconds in which an agent ends."""
+_TICK: Final = 0.1
 
 
 def runs(cache: str, *, run: str = "", ended: int | None = None, gpus: bool = False) -> Iterator[dict[str, Any]]:
@@ -35,25 +42,28 @@ def runs(cache: str, *, run: str = "", ended: int | None = None, gpus: bool = Fa
         found = [one for one in found if one["alive"]] + over[:ended]
     yield from found
     if gpus:
-        yield {"gpus": [[gpu.get("use"), gpu.get("memory_used")] for gpu in look_at_gpus()["gpus"]]}
+        found = look_at_gpus()["gpus"]
+        yield {"gpus": [{"percent": gpu.get("use"), "memory": gpu.get("memory_used")} for gpu in found]}
 
 
 def _described(run: str) -> dict[str, Any] | None:
     """What a run is and does; None for a folder that has no description yet."""
+    alive = agent_of(run) is not None  # first: an agent that ends now has written the status before
     try:
         about, status = json.loads(read(f"{run}/about")), json.loads(read(f"{run}/status"))
-        changed = os.stat(f"{run}/status").st_mtime
-    except (OSError, ValueError, RecursionError):
+        if about["id"] != os.path.basename(run):
+            return None
+        return {
+            **status,
+            "state": "lost" if status["state"] == "running" and not alive else status["state"],
+            "about": about,
+            "alive": alive,
+            "changed": os.stat(f"{run}/status").st_mtime,
+            "pool": _pool_of(run),
+            "last": _last(f"{run}/logs"),
+        }
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
-    return {
-        "id": os.path.basename(run),
-        "alive": agent_of(run) is not None,
-        "pool": _pool_of(run),
-        "about": about,
-        "status": status,
-        "changed": changed,
-        "last": _last(f"{run}/logs"),
-    }
 
 
 def read(path: str) -> str:
@@ -72,7 +82,7 @@ def agent_of(run: str) -> int | None:
     agent's folder.
     """
     pid, boot, folder = [*read(f"{run}/agent").strip().split(" ", 2), "", ""][:3]
-    if not pid.isdigit() or boot != (read("/proc/sys/kernel/random/boot_id").strip() or "?"):
+    if not pid.isdigit() or boot != boot_id():
         return None
     try:
         if os.path.isdir("/proc/self"):
@@ -107,3 +117,39 @@ def _last(logs: str) -> str:
         if line := next((line for line in reversed(lines) if line), b""):
             return line.decode(errors="replace")
     return ""
+
+
+def content(cache: str, *, run: str, name: str) -> Iterator[Any]:
+    """Yields whether a file of a run is there, and then its content in pieces."""
+    try:
+        with open(os.path.join(_folder(cache, run), os.path.basename(name)), "rb") as file:
+            yield True
+            while piece := file.read(_PIECE):
+                yield None, piece
+    except FileNotFoundError:
+        yield False
+
+
+def fetched(cache: str, *, run: str) -> None:
+    """Marks a run whose results were fetched: `gc` deletes it sooner. Raises OSError on a full disk."""
+    with open(os.path.join(_folder(cache, run), "fetched"), "w"):
+        pass
+
+
+def stop(cache: str, *, run: str) -> int | None:
+    """Terminates the agent of a run and waits until it has ended. Returns its process id if it has not."""
+    folder = _folder(cache, run)
+    pid = agent_of(folder)
+    if pid is None:
+        return None
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + _STOP
+    while time.monotonic() < deadline:
+        if agent_of(folder) is None:
+            return None
+        time.sleep(_TICK)
+    return pid
+
+
+def _folder(cache: str, run: str) -> str:
+    return os.path.join(cache, "runs", os.path.basename(run))

@@ -1,13 +1,15 @@
 """Answers questions in the link's own process: no agent, zygote or worker is started for them.
 
-A question is a frame with the name of a module of this package and the arguments of the function of that name in it.
-The function returns one value, or yields several; a value is JSON, or a pair of JSON and bytes. Each is one frame of
-the reply. Questions are answered one after another, until the client closes the stream or is silent for too long.
+A question is a frame with the name of a module of this package and the arguments of the function of that name in it, or
+of another one: ``runs.stop``. The function returns one value, or yields several; a value is JSON, or a pair of JSON and
+bytes. Each is one frame of the reply. Questions are answered one after another, until the client closes the stream or
+is silent for too long.
 """
 
 from __future__ import annotations
 
 import importlib
+import io
 import json
 import os
 import queue
@@ -15,7 +17,8 @@ import re
 import select
 import threading
 
-from skyfab.protocol.frames import HEAD, HEADER, LIMIT, PING, PONG
+from skyfab.errors import ProtocolError
+from skyfab.protocol.frames import HEAD, LIMIT, PING, PONG, Reader, frame
 
 TYPE_CHECKING = False  # importing `typing` would slow the start
 if TYPE_CHECKING:
@@ -39,38 +42,26 @@ class Server:
     def run(self) -> None:
         """Returns never: when the client is gone, `end` terminates the process."""
         threading.Thread(target=self._answer_all, daemon=True).start()
+        reader, recv_into = Reader(self), io.FileIO(self._source, closefd=False).readinto
         try:
-            while (frame := self._read()) is not None:
-                kind, stream, payload = frame
-                if kind == PING:
-                    self._write(PONG, stream, b"", 0)
-                elif kind == HEAD:
-                    self._questions.put((stream, payload))
-        except OSError:
+            while select.select([self._source], [], [], SILENCE)[0] and reader.pump(recv_into):
+                pass
+        except (OSError, ProtocolError):
             pass
         finally:
             end()
 
-    def _read(self) -> tuple[int, int, bytes] | None:
-        """The next frame; None at the end of the stream, and when the client has been silent for too long."""
-        header = self._exactly(HEADER.size)
-        if len(header) < HEADER.size:
-            return None
-        kind, _, stream, length = HEADER.unpack(header)
-        payload = self._exactly(min(length, LIMIT))
-        return None if len(payload) < length else (kind, stream, payload)
+    def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
+        if kind == PING:
+            self._write(frame(PONG, stream))
+        elif kind == HEAD:
+            self._questions.put((stream, bytes(payload)))
 
-    def _exactly(self, count: int) -> bytes:
-        data = b""
-        while len(data) < count and select.select([self._source], [], [], SILENCE)[0]:
-            piece = os.read(self._source, count - len(data))
-            if not piece:
-                break
-            data += piece
-        return data
+    def place(self, stream: int, length: int) -> memoryview:
+        raise ProtocolError("a question has no data")
 
-    def _write(self, kind: int, stream: int, payload: bytes, head: int) -> None:
-        rest = memoryview(HEADER.pack(kind, head, stream, len(payload)) + payload)
+    def _write(self, data: bytes) -> None:
+        rest = memoryview(data)
         with self._writing:
             while rest:
                 rest = rest[os.write(self._sink, rest) :]
@@ -93,11 +84,12 @@ class Server:
     def _replies(self, payload: bytes) -> Iterator[tuple[Any, bytes]]:
         question = json.loads(payload)
         name = question["name"]
-        if not re.fullmatch("[a-z_]+", name):
-            raise ValueError(f"not the name of a question: {name}")
+        if not re.fullmatch(r"[a-z_]+(\.[a-z_]+)?", name):
+            raise ValueError(f"unknown question: {name}")
         if name == "become":
             self._become(question["arguments"]["command"])
-        function = getattr(importlib.import_module(f"skyfab.host.ask.{name}"), name)
+        module, _, inner = name.partition(".")
+        function = getattr(importlib.import_module(f"skyfab.host.ask.{module}"), inner or module)
         found = function(self._cache, **question["arguments"])
         for value in found if hasattr(found, "__next__") else (found,):
             yield value if isinstance(value, tuple) else (value, b"")
@@ -113,7 +105,7 @@ class Server:
         size = len(head) if len(head) < 65536 else 0  # 0: all of it is JSON
         if len(head) + len(data) > LIMIT or (data and not size):
             raise ValueError("too large for one reply")
-        self._write(HEAD, stream, head + data, size)
+        self._write(frame(HEAD, stream, head + data, size))
 
 
 _at_end: list[Callable[[], None]] = []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 
 from skyfab.host.agent.host_info import HostInfo
 from skyfab.host.ask.gpu_tools import look_at_gpus
@@ -28,6 +29,11 @@ def survey(cache: str) -> dict[str, Any]:
         **_disk(cache),
         **look_at_gpus(),
     }
+
+
+def clock(cache: str) -> float:
+    """Seconds since 1970, by this host's clock."""
+    return time.time()
 
 
 def _system() -> str:

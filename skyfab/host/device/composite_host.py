@@ -68,7 +68,7 @@ def backward(handles: Sequence[torch.Tensor], grads: Tensors) -> Tensors:
 
 
 def template(value: Any, into: list[torch.Tensor], *, is_argument: bool = True) -> Any:
-    """A value with numbers in place of its tensors, which are appended to `into`. It is hashable."""
+    """A value with numbers instead of its tensors, which are appended to `into`. It is hashable."""
     if isinstance(value, torch.Tensor):
         if is_argument and value.dim() == 1 and value.device.type == "cpu":
             return ("numbers", (value.dtype, tuple(value.tolist())))  # as the sizes of batches in a packed sequence

@@ -110,7 +110,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
     if layout != "strided" or tensor.dtype not in NUMBERS:
         kind = f"{layout} tensor" if layout != "strided" else f"tensor of {tensor.dtype}"
-        raise TypeError(f"a result on a device cannot contain a {kind}: return a dense one, as .to_dense() makes it")
+        raise TypeError(f"a result on a device cannot contain a {kind}: return a dense one: .to_dense()")
     tensor = tensor.detach()
     return tensor.clone(memory_format=torch.contiguous_format) if is_lazy(tensor) else tensor
 

@@ -20,14 +20,14 @@ class TensorChannels:
         self._channels: dict[int, TensorChannel] = {}
 
     def listen(self, instruction: Sequence[Any]) -> list[int]:
-        _, ident, peer, certificate, key, addresses = instruction
-        self._channels[ident] = TensorChannel(peer, certificate, key)
+        _, ident, *made, addresses = instruction
+        self._channels[ident] = TensorChannel(*made)
         return self._channels[ident].listen(addresses)
 
     def connect(self, instruction: Sequence[Any]) -> bool:
-        _, ident, peer, certificate, key, endpoints = instruction
-        self._channels[ident] = TensorChannel(peer, certificate, key)
-        return self._channels[ident].connect([(address, port) for address, port in endpoints])
+        _, ident, *made, endpoints = instruction
+        self._channels[ident] = TensorChannel(*made)
+        return self._channels[ident].connect(endpoints)
 
     def close(self, ident: int) -> None:
         if ident in self._channels:

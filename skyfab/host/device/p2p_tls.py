@@ -36,7 +36,7 @@ _SILENCE: Final = 60
 """Seconds without a packet after which the other machine is considered lost."""
 _TEXT: Final = 2000
 _ASKED: Final = struct.Struct("!Q?")
-"""From the end that receives: a tensor's number, and if it is wanted. It needs no earlier one any more."""
+"""From the end that receives: a tensor's number, and if it is wanted. It no longer needs earlier ones."""
 _SENT: Final = struct.Struct("!Q?Q")
 """A tensor's number, if there is one, and the length of what follows: its bytes, or the reason."""
 _READY: Final = b"\1"
@@ -44,7 +44,7 @@ _READY: Final = b"\1"
 
 
 class ChannelBroken(RuntimeError):
-    """The channel cannot be used any more."""
+    """The channel can no longer be used."""
 
 
 class NotSent(RuntimeError):
@@ -264,7 +264,7 @@ class TensorChannel:
             raise NotSent(f"{self._peer} did not send it: {bytes(reason).decode(errors='replace')}")
 
     def skip(self, number: int) -> None:
-        """A tensor is not wanted any more."""
+        """A tensor is no longer wanted."""
         try:
             self._write(_ASKED.pack(number, False))
         except OSError:

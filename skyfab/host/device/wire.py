@@ -1,6 +1,6 @@
 """What the client and the worker of a device agree on: instructions, dtypes, and the encoding of replies.
 
-A batch is a list of instructions. The first item of each is the number of a plan, from 0 on, or one of the negative
+A batch is a list of instructions. The first item of each is the number of a plan, 0 or more, or one of the negative
 codes below. Batches are pickled, because a host trusts its client. Replies are JSON and raw bytes: the client parses
 nothing that could run code.
 """
@@ -15,7 +15,7 @@ from skyfab.errors import ProtocolError
 VIEW: Final = -1
 """id, id of the storage's first tensor, shape, strides, offset, dtype: another view of the same storage."""
 FREE: Final = -2
-"""ids: they are not used any more. A negative one is that of a block: all of its ids."""
+"""ids: they are no longer used. A negative one is that of a block: all of its ids."""
 PLAN: Final = -3
 """number, operator, arguments, keyword arguments, layouts of the outputs: how to execute a kind of instruction."""
 DYNAMIC: Final = -4

@@ -39,7 +39,7 @@ class Facts:
     free: int = 0
     """Free bytes on the cache folder's disk."""
     noexec: bool = False
-    """Whether programs cannot be executed from the cache folder."""
+    """Whether programs cannot be executed from the cache folder; False if that is unknown."""
     reachable: tuple[str, ...] = ()
     """The queried indexes that responded."""
 

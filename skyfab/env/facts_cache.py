@@ -5,31 +5,48 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import TypeVar
 
 from skyfab._util import atomic, schema
 from skyfab._util.cache import cache_folder
 from skyfab.env.facts import Facts
+from skyfab.env.probe import parse, script
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
+from skyfab.session.shell import Shell
+
+T = TypeVar("T")
 
 
 def load(host: Host) -> Facts | None:
     """Returns the facts of the last probe; None if there are none."""
+    return read(host, "hosts", Facts)
+
+
+def probe(host: Host, shell: Shell) -> Facts:
+    """Probes a host, and stores the facts."""
+    facts = parse(shell.run(script()))
+    store(host, "hosts", dataclasses.asdict(facts))
+    return facts
+
+
+def read(host: Host, folder: str, kind: type[T]) -> T | None:
+    """What was stored about a host in this folder of the cache; None if there is nothing, or nothing valid."""
     try:
-        return schema.parse(Facts, json.loads(_file(host).read_text()))
+        return schema.parse(kind, json.loads(_file(host, folder).read_text()))
     except (OSError, ValueError):
         return None
 
 
-def remember(host: Host, facts: Facts) -> None:
-    """Stores the facts. If that fails, the next start only takes longer."""
+def store(host: Host, folder: str, value: object) -> None:
+    """Stores JSON data about a host. If that fails, the next start only takes longer."""
     try:
-        atomic.write(_file(host), json.dumps(dataclasses.asdict(facts)))
+        atomic.write(_file(host, folder), json.dumps(value))
     except OSError:
         pass
 
 
-def _file(host: Host) -> Path:
+def _file(host: Host, folder: str) -> Path:
     words = (host.transport == "local", host.user, host.address or host.name, host.port, host.cache)
     place = "\0".join(map(str, words))
-    return cache_folder() / "hosts" / f"{name_of(place.encode())[:32]}.json"
+    return cache_folder() / folder / f"{name_of(place.encode())[:32]}.json"

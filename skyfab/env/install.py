@@ -1,4 +1,4 @@
-"""Runs the shell scripts that build an environment on a host, and uploads the files that they need.
+"""Builds an environment on a host: uploads what the host cannot download, and runs the scripts beside this file.
 
 Below the host's cache folder: ``packages/SHA256/FILE`` (wheels, uv, interpreters and locks, named by content),
 ``envs/DIGEST`` (environments), ``pythons/SHA256`` (interpreters, unpacked), ``uv`` (uv's own cache, to which
@@ -7,15 +7,24 @@ environments have hard links). Everything is created under a temporary name, and
 
 from __future__ import annotations
 
+import functools
+import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from skyfab._util.scripts import given, read
-from skyfab.env.uv import digest_of
-from skyfab.env.wheels import Wheel
+from skyfab._util.sizes import readable
+from skyfab._util.versions import numbers
+from skyfab.calls.image import Image
+from skyfab.env import probe
+from skyfab.env.facts import Facts, Target
+from skyfab.env.lock import Lock
+from skyfab.env.tools import python_for, uv_for
+from skyfab.env.uv import digest_of, is_public, origin, reason, redact
+from skyfab.env.wheels import Wheel, fetch
 from skyfab.errors import HostUnfit
 from skyfab.protocol.blobs import name_of
 from skyfab.session.shell import ScriptFailed, Shell
@@ -25,9 +34,24 @@ _PUSH: Final = read("env/push.sh")
 _UNPACK_PYTHON: Final = read("env/unpack_python.sh")
 _APT: Final = read("env/apt.sh")
 _BUILD: Final = read("env/build.sh")
-_NO_APT: Final = {3: "the host has no apt-get", 4: "its user may not install packages"}
+_NO_APT: Final = {3: "the host has no apt-get", 4: "its user is not allowed to install packages"}
 """Exit codes of apt.sh; its output is the packages that are missing."""
 _CHUNK: Final = 1024 * 1024
+_OLDEST_UV: Final = (0, 8)
+"""Older versions cannot read a pylock.toml."""
+_PYTHONS: Final = "https://github.com/astral-sh/python-build-standalone"
+"""Where uv downloads interpreters: a host that can reach it may do so itself."""
+_ROOM: Final = "free some space on it (skyfab gc), or put the cache on another disk (cache = … in the inventory)"
+
+
+class Report(Protocol):
+    """Shows the progress to the user."""
+
+    def step(self, text: str) -> None:
+        """A new step begins: ``probing``."""
+
+    def moved(self, what: str, done: int, total: int) -> None:
+        """`done` of `total` bytes have been transferred: ``pushing`` 61 of 155 MB."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,9 +87,6 @@ class Package:
         return cls(sha256=name_of(content), filename=filename, size=len(content), content=content)
 
 
-# ---- what the host has
-
-
 def enter(shell: Shell, digest: str) -> str | None:
     """Starts the environment's interpreter; ``absent`` if there is none."""
     home = f'"$c"/envs/{digest}'
@@ -76,14 +97,6 @@ def missing(shell: Shell, packages: Sequence[Package]) -> list[Package]:
     """Returns the packages that the host does not have."""
     lacking = set(shell.run(given(packages="\n".join(package.place for package in packages)) + _MISSING).splitlines())
     return [package for package in packages if package.place in lacking]
-
-
-def discard(shell: Shell, packages: Sequence[Package]) -> None:
-    """Deletes packages whose content may not match their digest."""
-    shell.run(f'cd "$c/packages" && rm -rf {" ".join(package.sha256 for package in packages)}')
-
-
-# ---- pushing
 
 
 def push(shell: Shell, packages: Sequence[Package], *, session: str, progress: Callable[[int, int], None]) -> None:
@@ -124,59 +137,135 @@ def _pieces(package: Package) -> Iterator[bytes]:
         while left:
             piece = file.read(min(left, _CHUNK))
             if not piece:
-                raise OSError(f"{package.filename} became shorter while it was read")
+                raise OSError(f"{package.filename} was truncated while it was read")
             left -= len(piece)
             yield piece
 
 
-# ---- building
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Installation:
+    """Builds one environment on one host."""
+
+    shell: Shell
+    session: str
+    report: Report
+    image: Image
+    facts: Facts
+    target: Target
+    lock: Lock
+    python: str | None
+    """An interpreter of the host that has the right version."""
+
+    def build(self, digest: str) -> None:
+        """Builds the environment, unless another process was faster. Raises ScriptFailed with uv's output."""
+        pushed, python_there = self._pushed()
+        text = self.lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}" if wheel in pushed else None)
+        listed = Package.of_text("pylock.toml", text)
+        uv, tools = self._uv()
+        archive = None
+        if self.python is None and not python_there:
+            self.report.step(f"fetching Python {self.target.python}")
+            archive = Package.of_file(python_for(self.target))
+            tools = [*tools, archive]
+        wheels = [Package.of_wheel(wheel) for wheel in pushed]
+        packages = [listed, *tools, *wheels]
+        self._provide(packages)
+        if self.image.apt:
+            self.report.step("installing apt packages")
+            self._install_apt()
+        self.report.step("installing")
+        offline = len(pushed) == len(self.lock.wheels) and not python_there
+        values = {
+            "digest": digest,
+            "session": self.session,
+            "uv": uv,
+            "python": self.python or (self._unpacked(archive) if archive else self.target.python),
+            "lock": listed.place,
+            "offline": "1" if offline else "",
+        }
+        try:
+            self.shell.run(given(**values) + _BUILD)
+        except ScriptFailed as failed:
+            changed = _mismatched(failed)
+            if not changed:
+                raise
+            if wheels:  # one of them was damaged on the host
+                self.shell.run(f'cd "$c/packages" && rm -rf {" ".join(wheel.sha256 for wheel in wheels)}')
+                self._provide(packages)
+            # uv's cache may have a wheel that was replaced under the same name and version. It is deleted from it:
+            # uv's own refresh options skip what an index has declared immutable.
+            self.shell.run(given(*changed, **values) + _BUILD)
+
+    def _pushed(self) -> tuple[list[Wheel], bool]:
+        """The wheels that the host cannot download by itself, and whether it can download an interpreter."""
+        wheels, install = self.lock.wheels, self.image.install
+        if install == "push":
+            return [*wheels], False
+        asked = {wheel: f"{origin(wheel.url)}/" for wheel in wheels if is_public(wheel.url)}
+        python = self.facts.pythons[0].path if self.facts.pythons else ""
+        script = probe.script((*dict.fromkeys(asked.values()), _PYTHONS), python)
+        reached = {*probe.parse(self.shell.run(script)).reachable}
+        if install == "fetch":
+            reached.update(asked.values())
+        return [wheel for wheel in wheels if asked.get(wheel) not in reached], _PYTHONS in reached
+
+    def _uv(self) -> tuple[str, list[Package]]:
+        """The path of uv on the host or below ``packages``, and the packages that must be uploaded for it."""
+        found = self.facts.uv
+        if found is not None and numbers(found.version) >= _OLDEST_UV:
+            return found.path, []
+        package = Package.of_file(uv_for(self.target), program=True)
+        return package.place, [package]
+
+    def _provide(self, packages: Sequence[Package]) -> None:
+        """Uploads the packages that the host does not have."""
+        lacking = missing(self.shell, packages)
+        if not lacking:
+            return
+        names = {package.sha256 for package in lacking}
+        wanted = [wheel for wheel in self.lock.wheels if wheel.sha256 in names]
+        files = fetch(wanted, progress=functools.partial(self.report.moved, "fetching"))
+        packages = [p if p.sha256 not in files else Package.of_file(files[p.sha256], sha256=p.sha256) for p in lacking]
+        total = sum(package.size for package in packages)
+        if self.facts.free and total > self.facts.free:
+            what = f"the packages need {readable(total)}, but its disk has {readable(self.facts.free)} free"
+            raise HostUnfit(what, hint=_ROOM)
+        progress = functools.partial(self.report.moved, "pushing")
+        push(self.shell, packages, session=self.session, progress=progress)
+
+    def _unpacked(self, archive: Package) -> str:
+        """Unpacks an interpreter from its archive; returns its path on the host."""
+        said = self.shell.run(given(digest=archive.sha256, archive=archive.place) + _UNPACK_PYTHON)
+        return said.splitlines()[-1]
+
+    def _install_apt(self) -> None:
+        """Installs missing Debian packages. Raises HostUnfit if that is not possible, and ScriptFailed if it fails."""
+        try:
+            self.shell.run(given(*self.image.apt) + _APT)
+        except ScriptFailed as failed:
+            why = _NO_APT.get(failed.status)
+            if why is None:
+                raise
+            lacking = failed.output.split()
+            raise HostUnfit(
+                f"missing apt packages: {', '.join(lacking)} ({why})",
+                hint=f"ask an administrator: sudo apt-get install {' '.join(lacking)}",
+            ) from None
 
 
-def unpack_python(shell: Shell, archive: Package) -> str:
-    """Unpacks an interpreter from its archive; returns its path on the host."""
-    said = shell.run(given(digest=archive.sha256, archive=archive.place) + _UNPACK_PYTHON)
-    return said.splitlines()[-1]
+def _mismatched(failed: ScriptFailed) -> list[str]:
+    """The packages whose wheels, according to uv, do not match the lock."""
+    return re.findall(r"hash mismatch for `?([\w.-]+)", failed.output, re.IGNORECASE)
 
 
-def install_apt(shell: Shell, packages: Sequence[str]) -> None:
-    """Installs missing Debian packages. Raises HostUnfit if that is not possible, and ScriptFailed if it fails."""
-    try:
-        shell.run(given(*packages) + _APT)
-    except ScriptFailed as failed:
-        reason = _NO_APT.get(failed.status)
-        if reason is None:
-            raise
-        lacking = failed.output.split()
-        raise HostUnfit(
-            f"missing apt packages: {', '.join(lacking)} ({reason})",
-            hint=f"ask an administrator: sudo apt-get install {' '.join(lacking)}",
-        ) from None
-
-
-def build(
-    shell: Shell,
-    digest: str,
-    *,
-    session: str,
-    uv: str,
-    python: str,
-    lock: Package,
-    offline: bool,
-    refresh: Sequence[str] = (),
-) -> None:
-    """Builds the environment, unless another process was faster. Raises ScriptFailed with uv's output.
-
-    `uv` is a path on the host, or the place of a package; `python` a path, or a version that uv finds or downloads.
-    The packages in `refresh` are deleted from uv's cache: uv's own refresh options skip what an index has declared
-    immutable.
-    """
-    values = given(
-        *refresh,
-        digest=digest,
-        session=session,
-        uv=uv,
-        python=python,
-        lock=lock.place,
-        offline="1" if offline else "",
-    )
-    shell.run(values + _BUILD)
+def unfit(failed: ScriptFailed, host: str) -> HostUnfit:
+    """Converts the output of a failed script to an error of its host."""
+    text = redact(reason(failed.output)) or f"a script exited with {failed.status}"
+    hint = None
+    if any(word in text for word in ("No space left", "quota exceeded", "Disk quota")):
+        hint = _ROOM
+    elif _mismatched(failed):
+        hint = "the file in the index has changed since it was locked; to lock it again: skyfab prepare --upgrade"
+    elif any(word in text for word in ("Permission denied", "Read-only")):
+        hint = "choose a writable folder (cache = … in the inventory)"
+    return HostUnfit(f"cannot build its environment: {text}", host=host, hint=hint)

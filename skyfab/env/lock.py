@@ -79,7 +79,7 @@ def _lock_of(
         if first is None:
             return None
         if _torch(first) not in {"", _torch(lock)}:
-            lock = found(replace(request, torch=_torch(first), first=uv.described(together[0])))
+            lock = found(replace(request, torch=_torch(first)))
     return lock and _with_logins(lock, image)
 
 
@@ -116,15 +116,8 @@ def _check_hashes(lock: Lock, allowed: Sequence[tuple[str, str]]) -> None:
             name, sha256 = next(iter(files.items()), (wheel.package, "unknown"))
             raise LockError(
                 f"{name} matches none of the hashes of its requirement\nsha256 {sha256}\nallowed {', '.join(wanted)}",
-                hint=_hash_hint(wheel),
+                hint="if it is the right file for this platform, add its --hash=sha256:…; else ask its maintainer",
             )
-
-
-def _hash_hint(wheel: Wheel) -> str:
-    _, _, build = wheel.version.partition("+")
-    if build:  # the lines that `uv pip compile --generate-hashes` writes have the files of one build
-        return f"hosts get the build that suits them, here {build}: add its --hash=sha256:…, or leave hashes out"
-    return "if the file is correct, add its --hash=sha256:…; else ask the index's maintainer"
 
 
 def _torch(lock: Lock) -> str:

@@ -40,6 +40,7 @@ def uv_environment(environ: Mapping[str, str]) -> dict[str, str]:
     extra = [_location(entry) for entry in pip.get("extra-index-url", "").split()]
     links = [_location(entry) for entry in pip.get("find-links", "").split()]
     cert, proxy = pip.get("cert", ""), pip.get("proxy", "")
+    seconds = (pip.get("timeout") or pip.get("default-timeout", "")).partition(".")[0]  # uv accepts no fractions
     spoken = {
         "UV_DEFAULT_INDEX": _location(pip.get("index-url", "")),
         "UV_INDEX": " ".join(extra),
@@ -48,7 +49,7 @@ def uv_environment(environ: Mapping[str, str]) -> dict[str, str]:
         "UV_INDEX_STRATEGY": "unsafe-best-match" if extra else "",
         "UV_FIND_LINKS": ",".join(link.replace(",", "%2C") for link in links if _readable(link)),
         "UV_INSECURE_HOST": " ".join(pip.get("trusted-host", "").split()),
-        "UV_HTTP_TIMEOUT": _seconds(pip.get("timeout") or pip.get("default-timeout", "")),
+        "UV_HTTP_TIMEOUT": seconds if seconds.isdecimal() and int(seconds) else "",
         "SSL_CERT_DIR" if os.path.isdir(cert) else "SSL_CERT_FILE": cert,  # noqa: PTH112 - Path("") is a folder
         "SSL_CLIENT_CERT": pip.get("client-cert", ""),
         "HTTPS_PROXY": proxy,
@@ -125,14 +126,6 @@ def _readable(link: str) -> bool:
     """False for a local folder that does not exist: pip warns about it, uv refuses to start."""
     url = urlsplit(link)
     return url.scheme != "file" or Path(url2pathname(url.path)).is_dir()
-
-
-def _seconds(text: str) -> str:
-    """Rounds a timeout: pip accepts fractions of a second, uv does not."""
-    try:
-        return str(max(1, round(float(text))))
-    except (ValueError, OverflowError):
-        return ""
 
 
 def main() -> None:

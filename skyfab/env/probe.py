@@ -62,7 +62,7 @@ def parse(text: str) -> Facts:
         rocm=word("rocm"),
         cache=last("cache"),
         free=int(free[1]) * 1024 if free else 0,
-        noexec=_is_noexec(last("mount")),
+        noexec="noexec" in last("mount").split(","),
         reachable=tuple(dict.fromkeys(url for url in said.get("index", [])[:_MANY] if url)),
     )
 
@@ -91,11 +91,3 @@ def _libc(said: str) -> str:
         return f"glibc {match[1] or match[2]}"
     match = re.search(r"^musl .*?Version (\d{1,3}(?:\.\d{1,3}){1,3})(?!\d)", said)
     return f"musl {match[1]}" if match else ""
-
-
-def _is_noexec(line: str) -> bool:
-    """Whether a file system is mounted noexec: from /proc/mounts, or from the output of macOS's `mount`."""
-    match = re.search(r" \(([^()]+)\)$", line)
-    words = line.split(" ")
-    options = match[1].split(", ") if match else words[3].split(",") if len(words) == 6 else []
-    return "noexec" in options

@@ -104,12 +104,7 @@ asks() { J=; for y do ask "$y" & J="$J $!"; done; watch 3 $J; }
 disk() {
   p=$c; while [ ! -e "$p" ]; do case $p in */*) p=${p%/*}; p=${p:-/};; *) p=.; esac; done
   y=$(df -Pk "$p"); y=${y##*"$e"}; o disk "$y"
-  m=${y#*%}; m=/${m#*/}
-  if [ -r /proc/self/mounts ]; then
-    case $m in *\ *) m=$(printf %s "$m" | sed 's/ /\\040/g'); esac
-    y=$(grep -F " $m " /proc/self/mounts)
-  else y=$(mount | grep -F " on $m ("); fi
-  o mount "${y##*"$e"}"
+  o mount "$(findmnt -no OPTIONS -T "$p")"
 }
 {
   boot=; nv=; T=; J=; j=; g=

@@ -97,8 +97,6 @@ class Request:
     platform: str
     torch: str = ""
     """The version that torch must have, because another host of the pool has it."""
-    first: str = ""
-    """The platform of that host."""
     pins: Pins = Pins()
 
     @classmethod
@@ -110,7 +108,7 @@ class Request:
         for index in image.pip_indexes:
             names = {canonicalize_name(name) for name in index.packages}
             if not names or names & scopes.keys():
-                what = f"{min(names & scopes.keys())} has two indexes" if names else "names no packages"
+                what = f"{min(names & scopes.keys())} has two indexes" if names else "no packages named"
                 raise LockError(f"{index_option(uv.redact(index.url))}: {what}", hint="name one index for each package")
             scopes |= dict.fromkeys(names, _place(index.url))
         for index in pins.indexes:
@@ -164,7 +162,7 @@ class Resolver:
             wanted = uv.redact(", ".join(request.pip))
             where = f"Python {self.target.python} on {uv.described(self.target)}"
             if request.torch and re.search(r"\btorch\b", why):
-                where += f", with torch {request.torch} as on {request.first}"
+                where += f", with torch {request.torch} as on other hosts"
             said = f"no version of {wanted} found for {where}"
             if failed.is_offline:
                 said = f"cannot reach an index to find {wanted} for {where}"

@@ -5,10 +5,8 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -78,17 +76,7 @@ def _path(url: str) -> Path:
 
 def _built(source: Source) -> Path:
     """The wheel of a source: the stored one, or a new one."""
-    folder = cache_folder() / "built" / source.key
-    with uv.making(folder):
-        if not folder.exists():
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
-            try:
-                _build(source, work)
-                os.rename(work / "out", folder)  # noqa: PTH104 - the target does not exist
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-    (wheel,) = folder.glob("*.whl")
+    (wheel,) = uv.made(cache_folder() / "built" / source.key, lambda work: _build(source, work)).glob("*.whl")
     return wheel
 
 

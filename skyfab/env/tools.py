@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import os
+import functools
 import platform
 import re
-import shutil
-import tempfile
 import zipfile
-from functools import cache
 from pathlib import Path
 
 from skyfab._util import atomic
@@ -31,24 +28,19 @@ def uv_for(target: Target) -> Path:
     if _runs_on(here, target):
         return here
     name = f"uv-{uv.version()}-{uv.platform_of(target)}"
-    path = cache_folder() / "tools" / name / "uv"
-    if not path.exists():
-        with uv.making(path):
-            if not path.exists():
-                (wheel,) = make_lock(Image(pip=(f"uv=={uv.version()}",)), target).wheels
-                _unpack(fetch([wheel])[wheel.sha256], path)
-    return path
+    return uv.made(cache_folder() / "tools" / name, functools.partial(_get_uv, target)) / "uv"
 
 
-def _unpack(wheel: Path, path: Path) -> None:
-    with zipfile.ZipFile(wheel) as archive:
+def _get_uv(target: Target, work: Path) -> None:
+    (wheel,) = make_lock(Image(pip=(f"uv=={uv.version()}",)), target).wheels
+    with zipfile.ZipFile(fetch([wheel])[wheel.sha256]) as archive:
         names = [name for name in archive.namelist() if re.fullmatch(r"uv-[^/]+\.data/scripts/uv", name)]
         if not names:
-            raise LockError(f"{wheel.name} does not contain uv")
-        atomic.write(path, archive.read(names[0]), mode=0o755)
+            raise LockError(f"{wheel.filename} does not contain uv")
+        atomic.write(work / "out" / "uv", archive.read(names[0]), mode=0o755)
 
 
-@cache
+@functools.cache
 def _runs_on(program: Path, target: Target) -> bool:
     """Whether a program of this machine runs on the target, judged by its file."""
     if (platform.system(), machine(platform.machine())) != (target.system, target.machine):
@@ -65,11 +57,7 @@ def python_for(target: Target) -> Path:
     certificates and proxies. Raises LockError.
     """
     key = _download(target)
-    folder = cache_folder() / "pythons" / key
-    with uv.making(folder):
-        if not folder.exists():
-            _get(key, folder, target)
-    (archive,) = folder.iterdir()
+    (archive,) = uv.made(cache_folder() / "pythons" / key, functools.partial(_get_python, key, target)).iterdir()
     return archive
 
 
@@ -84,19 +72,13 @@ def _download(target: Target) -> str:
     return f"cpython-{target.python}-{system}-{target.machine}-{libc}"
 
 
-def _get(key: str, folder: Path, target: Target) -> None:
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".new-{key}-"))
+def _get_python(key: str, target: Target, work: Path) -> None:
+    # uv keeps the archives that it downloads in this folder. It can verify one only by unpacking it.
+    env = {**_ALLOWED, "UV_PYTHON_CACHE_DIR": str(work / "out")}
     try:
-        # uv keeps the archives that it downloads in this folder. It can verify one only by unpacking it.
-        kept = work / "kept"
-        env = {**_ALLOWED, "UV_PYTHON_CACHE_DIR": str(kept)}
         uv.run_uv("python", "install", "--no-bin", "--install-dir", str(work / "tried"), key, env=env, cwd=work)
-        os.rename(kept, folder)  # noqa: PTH104 - the target does not exist
     except uv.UvFailed as failed:
         raise LockError(
             f"cannot download Python {target.python} for {uv.described(target)}\n{failed}",
             hint=f"install Python {target.python} on the host, or set a mirror: UV_PYTHON_INSTALL_MIRROR",
         ) from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)

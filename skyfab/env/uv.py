@@ -8,11 +8,13 @@ import hashlib
 import netrc
 import os
 import re
+import shutil
 import subprocess
+import tempfile
 import threading
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
@@ -56,7 +58,7 @@ class UvFailed(Exception):
         """What to try next."""
         text = str(self)
         if re.search(r"No space left|[Dd]isk quota|quota exceeded", text):
-            return "uv's cache on this machine is full: uv cache prune, or UV_CACHE_DIR=/path/with/room"
+            return "uv's cache on this machine is full: uv cache prune, or UV_CACHE_DIR=/path/with/space"
         if re.search(r"\b(401|403)\b|authentic|Unauthorized|Forbidden", text):
             return "put user and password into the index's URL, pip's configuration or ~/.netrc"
         if re.search(r"/whl/(cpu|cu|rocm|xpu)\S*/torch", text):
@@ -130,7 +132,7 @@ def run_uv(
     except OSError as error:
         raise UvFailed(f"cannot start uv: {error.strerror}") from error
     if done.returncode:
-        text = reason(done.stderr or done.stdout) or f"uv {arguments[0]} ended with {done.returncode}"
+        text = reason(done.stderr or done.stdout) or f"uv {arguments[0]} exited with {done.returncode}"
         raise UvFailed(redact(text, secrets(changed)))
     return done.stdout
 
@@ -285,32 +287,41 @@ _threads: dict[str, threading.Lock] = defaultdict(threading.Lock)
 
 
 @contextmanager
-def alone(key: str) -> Iterator[None]:
-    """Holds a lock for `key` among all threads and processes of this user; the kernel releases it on exit."""
-    with _threads[key]:
-        folder = cache_folder() / "busy"
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / hashlib.sha256(key.encode()).hexdigest()[:32]).open("w") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX)
-            except OSError:
-                pass  # a file system without locks: two processes may do the same work, and both rename complete files
-            yield
-
-
-@contextmanager
 def making(path: Path) -> Iterator[None]:
-    """As `alone`, while something in the cache is made. Raises UsageError if the cache cannot be written to."""
+    """Holds a lock while something in the cache is made, among all threads and processes of this user.
+
+    The kernel releases it on exit. Raises UsageError if the cache cannot be written to.
+    """
+    key = hashlib.sha256(str(path).encode()).hexdigest()[:32]
     try:
-        with alone(str(path)):
-            yield
+        with _threads[key]:
+            folder = cache_folder() / "busy"
+            folder.mkdir(parents=True, exist_ok=True)
+            with (folder / key).open("w") as file:
+                with suppress(OSError):  # without locks, two processes may do the same work, and both rename its result
+                    fcntl.flock(file, fcntl.LOCK_EX)
+                yield
     except OSError as error:
         if error.errno not in (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT):
             raise
         raise UsageError(
             f"cannot write to the cache of this machine: {error.strerror}: {error.filename or cache_folder()}",
-            hint="set another folder: XDG_CACHE_HOME=/path/with/room",
+            hint="set another folder: XDG_CACHE_HOME=/path/with/space",
         ) from error
+
+
+def made(folder: Path, make: Callable[[Path], None]) -> Path:
+    """The folder of the cache. If it does not exist, `make` makes it, as ``out`` in the folder that it is given."""
+    with making(folder):
+        if not folder.exists():
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            work = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".new-"))
+            try:
+                make(work)
+                os.rename(work / "out", folder)  # noqa: PTH104 - the target does not exist
+            finally:
+                shutil.rmtree(work, ignore_errors=True)
+    return folder
 
 
 def digest_of(path: Path) -> str:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -111,7 +111,7 @@ def fetch(wheels: Sequence[Wheel], *, progress: Callable[[int, int], None] | Non
     """Downloads wheels to the cache folder of this machine, four at a time; returns sha256 → file.
 
     Files that are there already are not downloaded again. `progress` is called with the bytes received and the expected
-    total, as far as sizes are known, from several threads but one at a time. Raises FetchError.
+    total, if sizes are known, from several threads but one at a time. Raises FetchError.
     """
     once = {wheel.sha256: wheel for wheel in wheels}
     count = _Progress(progress, sum(wheel.size or 0 for wheel in once.values()))
@@ -234,16 +234,15 @@ class _Source:
     """Opens URLs as uv would: with its credentials, certificates and proxies."""
 
     def __init__(self, wheels: Iterable[Wheel]) -> None:
-        self._environ = environ = uv.environment()
+        environ = uv.environment()
         own = {uv.origin(wheel.url): pair for wheel in wheels if (pair := uv.userinfo(wheel.url))}
-        self._logins = {**uv.logins(environ), **own}
         proxies = {}
         for scheme in ("http", "https"):
             names = (f"{scheme}_proxy", f"{scheme}_proxy".upper(), "all_proxy", "ALL_PROXY")
-            proxies[scheme] = next((environ[name] for name in names if environ.get(name)), "")
-        proxies = {scheme: proxy for scheme, proxy in proxies.items() if proxy}
+            if proxy := next((environ[name] for name in names if environ.get(name)), ""):
+                proxies[scheme] = proxy
         self._opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler(proxies), _Redirect(self), _Https(environ)
+            urllib.request.ProxyHandler(proxies), _Login(environ, {**uv.logins(environ), **own}), _Https(environ)
         )
         seconds = environ.get("UV_HTTP_TIMEOUT", "")
         self._timeout = int(seconds) if seconds.isdecimal() else 60
@@ -251,28 +250,24 @@ class _Source:
     def open(self, url: str) -> IO[bytes]:
         if uv.is_local(url):
             return Path(url2pathname(urlsplit(url).path) if "://" in url else url).open("rb")
-        request = self.sign(urllib.request.Request(uv.bare(url)))
-        answer: IO[bytes] = self._opener.open(request, timeout=self._timeout)
+        answer: IO[bytes] = self._opener.open(uv.bare(url), timeout=self._timeout)
         return answer
 
-    def sign(self, request: urllib.request.Request) -> urllib.request.Request:
-        """Adds the credentials of the request's own host; they are not forwarded to another."""
+
+class _Login(urllib.request.BaseHandler):
+    """Adds the credentials of a request's own host. They are not forwarded to another: a redirect is a request too."""
+
+    def __init__(self, environ: Mapping[str, str], logins: Mapping[str, tuple[str, str]]) -> None:
+        self._environ, self._logins = environ, logins
+
+    def http_request(self, request: urllib.request.Request) -> urllib.request.Request:
         url = request.full_url
         if pair := self._logins.get(uv.origin(url)) or uv.netrc_login(url, self._environ):
             basic = base64.b64encode(":".join(pair).encode()).decode()
             request.add_unredirected_header("Authorization", f"Basic {basic}")
         return request
 
-
-class _Redirect(urllib.request.HTTPRedirectHandler):
-    """Follows a redirect with the credentials of its target."""
-
-    def __init__(self, source: _Source) -> None:
-        self._source = source
-
-    def redirect_request(self, *arguments: Any) -> urllib.request.Request | None:
-        request = super().redirect_request(*arguments)
-        return request and self._source.sign(request)
+    https_request = http_request
 
 
 class _Https(urllib.request.HTTPSHandler):

@@ -457,7 +457,7 @@ def test_a_host_without_python_is_given_one(
     monkeypatch.setenv("UV_PYTHON_DOWNLOADS_JSON_URL", str(downloads(tmp_path, binary, library)))
     with Lab.start(count=1, python="none") as lab:
         host = lab.hosts[0]
-        bare = [replace(found, cache="/var/tmp/bare") for found in sky.Inventory.load(lab.inventory).hosts.values()]
+        bare = [replace(found, cache="/var/tmp/bare") for found in sky.Inventory.of(lab.inventory).hosts.values()]
         index.add("shelf", "1.0")
         for image in ({"pip": ["shelf"]}, {}):
             with pool(bare, **image) as compute:
@@ -541,7 +541,7 @@ def test_a_model_is_trained_in_an_environment_made_for_it_and_comes_back(
 ) -> None:
     """The example, on a host without a route out and with nothing installed: torch comes from its own index alone."""
     script = Path(__file__).parents[2] / "examples" / "models" / "round_trip.py"
-    found = sky.Inventory.load(namespaces.inventory)
+    found = sky.Inventory.of(namespaces.inventory)
     host = replace(found.hosts["node1"], python="auto", cache="/var/tmp/round-trip")
     inventory = tmp_path / "inventory.toml"
     inventory.write_text(

@@ -418,21 +418,17 @@ def test_what_is_used_at_the_last_moment_comes_back(cache: Cache, monkeypatch: p
     assert OLD in cache('ls "$c/blobs"') and OLD not in cache('ls "$c/trees"')
 
 
-@pytest.mark.parametrize("times", [1, 9], ids=["until something is gone", "to the end"])
-def test_a_full_disk_is_cleaned(cache: Cache, monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+def test_a_full_disk_is_cleaned(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room to move anything aside."""
-    cache(FILL + f"for d in {digest('d')} {digest('e')}; do mkdir trees/$d; touch -d '40 days ago' trees/$d; done")
-    real, tries = os.mkdir, []
+    cache(FILL)
 
     def mkdir(path: str, *arguments: int) -> None:
-        if "/trees/" in path and len(tries) < times:
-            tries.append(path)
-            raise OSError(errno.ENOSPC, "No space left on device", path)
-        real(path, *arguments)
+        raise OSError(errno.ENOSPC, "No space left on device", path)
 
-    monkeypatch.setattr(os, "mkdir", mkdir)
-    found = host_gc.gc(cache.host.cache, days=30, dry_run=False)
-    assert found["removed"]["trees"][0] == 3 and not found["left"]
+    with monkeypatch.context() as full:
+        full.setattr(os, "mkdir", mkdir)
+        found = host_gc.gc(cache.host.cache, days=30, dry_run=False)
+    assert found["removed"]["trees"][0] == 1 and not found["left"]
     assert cache(LIST) == expected("b", "c")
 
 
@@ -466,7 +462,7 @@ def test_uvs_cache_goes_with_the_last_environment(cache: Cache) -> None:
     swept = cache.gc()
     assert swept.counts["envs"] == 1 and swept.size < 1e6, "a file with another name takes as much room as before"
     cache('find "$c/uv" -exec touch -d "2 hours ago" {} +')
-    assert str(cache.gc()) == "removed what uv kept: 3.0 MB"
+    assert str(cache.gc()) == "removed unused files of uv: 3.0 MB"
     assert cache('ls -d "$c/uv" 2>/dev/null; true') == []
 
 

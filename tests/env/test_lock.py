@@ -111,12 +111,6 @@ def test_a_file_has_a_hash_of_its_requirement_or_is_refused(index: Index) -> Non
         lock_of(f"app==1.0 {wrong}")
 
 
-def test_a_hash_of_another_build_says_which_build_the_hosts_get(index: Index) -> None:
-    index.add("app", "1.0+cpu")
-    with pytest.raises(LockError, match=r"hint: hosts get the build that suits them, here cpu: add its --hash"):
-        lock_of(f"app==1.0 --hash=sha256:{'0' * 64}")
-
-
 def test_a_cache_here_that_cannot_be_written_to_is_named(
     index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,7 +328,7 @@ def test_a_wheel_may_be_named_by_its_url(index: Index, private: Index) -> None:
         (Image(pip=("app @",)), "not a valid requirement"),
         (Image(pip=("",)), "not a valid requirement"),
         (Image(pip=("app",), pip_indexes=(PipIndex("/not/there", ("app",)),)), "no such folder"),
-        (Image(pip=("app",), pip_indexes=(PipIndex("https://a.example/simple"),)), "names no packages"),
+        (Image(pip=("app",), pip_indexes=(PipIndex("https://a.example/simple"),)), "no packages named"),
         (Image(pip=("app",), pip_indexes=(PipIndex("/", ("App",)), PipIndex("/", ("app",)))), "app has two indexes"),
     ],
 )
@@ -636,7 +630,7 @@ def test_a_pool_has_one_version_of_torch(links: Path) -> None:
     assert chosen(lock_of("torch", target=gpu)) == {"torch": "2.13.0+cu126"}
     assert chosen(lock_of("torch", target=gpu, together=(plain, gpu))) == {"torch": "2.12.0+cu126"}
     assert chosen(lock_of("torch", target=plain, together=(plain, gpu))) == {"torch": "2.12.0+cpu"}
-    with pytest.raises(LockError, match=r"(?s)Linux x86_64.*torch 2\.13\.0 as on Linux aarch64"):
+    with pytest.raises(LockError, match=r"(?s)Linux x86_64.*torch 2\.13\.0 as on other hosts"):
         lock_of("torch", target=plain, together=(gpu, plain))
 
 

@@ -33,9 +33,6 @@ _SSH: Final = ("ssh", "smart", "paramiko", "paramiko_ssh", "ansible.builtin.ssh"
 _LOCAL: Final = ("local", "ansible.builtin.local")
 _IMPLIED: Final = ("all", "ungrouped")
 """Groups that Ansible adds."""
-_PLAIN_COMMAND: Final = re.compile(
-    r"ssh((?: +(?:-q|-W +%h:%p|-p +[0-9]+|-l +[^ -][^ ]*))*) +([^ -][^ ]*)((?: +(?:-q|-W +%h:%p))*)"
-)
 _ENVIRONMENT: Final = {"ANSIBLE_INVENTORY_ANY_UNPARSED_IS_FAILED": "1", "ANSIBLE_NOCOLOR": "1"}
 
 
@@ -122,7 +119,7 @@ def _add(listing: Listing, name: str, variables: Mapping[str, Any]) -> None:
     for key, words in _KEYS.items():
         for variable in words:
             value = used.get(variable)
-            if value not in (None, "") and _is_plain(listing, f"{at} {variable}", value):
+            if value not in (None, ""):
                 keys[key] = _converted(key, value)
                 places[key] = f"{at} {variable}"
     for variable in filter(used.__contains__, _ARGS):
@@ -138,16 +135,6 @@ def _add(listing: Listing, name: str, variables: Mapping[str, Any]) -> None:
     listing.add(name, listing.source, keys, places)
 
 
-def _is_plain(listing: Listing, at: str, value: object) -> bool:
-    if isinstance(value, str) and ("{{" in value or "{%" in value):
-        listing.mistakes.note(at, "templates are not supported", "write the value")
-    elif isinstance(value, Mapping) and "__ansible_vault" in value:
-        listing.mistakes.note(at, "encrypted with Ansible Vault", "write the value")
-    else:
-        return True
-    return False
-
-
 def _converted(key: str, value: Any) -> Any:
     """INI files have ports as strings, and YAML files user names as numbers."""
     if key == "port":
@@ -156,7 +143,7 @@ def _converted(key: str, value: Any) -> Any:
 
 
 def _jump(text: str) -> str | None:
-    """The jump hosts in options of ssh. Raises ValueError for a ProxyCommand that is something else."""
+    """The jump hosts in options of ssh. Raises ValueError for a ProxyCommand."""
     words = iter(shlex.split(text))
     for word in words:
         if word.startswith("-J"):
@@ -165,21 +152,9 @@ def _jump(text: str) -> str | None:
             name, _, value = re.sub(r"[ =]+", "=", (word[2:] or next(words, "")).strip(), count=1).partition("=")
             if name.lower() == "proxyjump":
                 return value
-            if name.lower() == "proxycommand":
-                return _by_command(value)
+            if name.lower() == "proxycommand" and value.lower() != "none":
+                raise ValueError("a ProxyCommand is not supported: name the jump host")
     return None
-
-
-def _by_command(command: str) -> str:
-    """The jump host of a ProxyCommand ``ssh -W %h:%p gateway``. Raises ValueError for other commands."""
-    text = command.strip("\"'")
-    if text.lower() == "none":
-        return "none"
-    match = _PLAIN_COMMAND.fullmatch(text)
-    if match is None or "-W" not in match[1] + match[3]:
-        raise ValueError("the ProxyCommand is not a plain jump")
-    port, user = re.search(r"-p +([0-9]+)", match[1]), re.search(r"-l +([^ ]+)", match[1])
-    return (f"{user[1]}@" if user else "") + match[2] + (f":{port[1]}" if port else "")
 
 
 def _matches(path: Path, text: str) -> bool:

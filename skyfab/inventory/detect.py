@@ -37,5 +37,5 @@ def read(given: str | os.PathLike[str]) -> Contents:
 
 def source_of(path: Path) -> Source:
     """The source that a file is of. Raises InventoryError if it is not readable, or ambiguous."""
-    text = "" if path.is_dir() else read_text(path, hint="check the path; inventory.example.toml is one to copy")
+    text = "" if path.is_dir() else read_text(path, hint="check the path; to start, copy inventory.example.toml")
     return next(source for source in _SOURCES if source.matches(path, text))

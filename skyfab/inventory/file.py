@@ -14,17 +14,18 @@ from skyfab._util import schema, toml
 from skyfab._util.sizes import counted
 from skyfab._util.suggest import did_you_mean
 from skyfab.errors import InventoryError, UsageError
-from skyfab.inventory.host import CHECKS, LOCAL, NAME, Address, Host
-from skyfab.inventory.selection import Names, choose, expand, place, split
+from skyfab.inventory.host import CHECKS, LOCAL, NAME, Host
+from skyfab.inventory.selection import Names, choose, expand, split
 from skyfab.inventory.source import Contents, Mistakes, Source
-from skyfab.inventory.text import read_text
-from skyfab.inventory.toml_lines import lines_by_key
+from skyfab.inventory.text import lines_of, read_text
 
 _CHECKS = {key: check for key, check in CHECKS.items() if key != "name"}
 KEYS = tuple(_CHECKS)
 _TABLES = ("defaults", "hosts", "groups")
 _SSH_KEYS = ("address", "port", "user", "identity", "jump", "host_key")
 RESERVED = ("all", "none", LOCAL.name)
+_LONG = ('"' * 3, "'" * 3)
+"""The quotes of strings that go over several lines."""
 SPELLING = "use letters, digits, '.', '_', '+' and '-', and start with a letter or digit"
 
 
@@ -36,7 +37,7 @@ def read(text: str, source: str) -> Contents:
     """The hosts and groups of a document. Raises one `InventoryError` with all mistakes."""
     tables = _toml(text, source)
     mistakes = Mistakes(source)
-    lines = functools.cache(lambda: lines_by_key(text))
+    lines = functools.cache(lambda: _lines_by_key(text))
 
     def where(place: Place) -> str:
         known = (lines().get(place[:size]) for size in range(len(place), 0, -1))
@@ -66,15 +67,8 @@ def _toml(text: str, source: str) -> dict[str, Any]:
     try:
         return toml.loads(text)
     except ValueError as error:
-        twice = re.sub(r"^Cannot (?:declare|overwrite) \((.*?),?\) twice", _defined_twice, str(error))
-        problem = twice if twice != str(error) else f"not valid TOML: {error}"
-        raise InventoryError(f"{source}: {problem}", hint="put tables in [brackets], strings in quotes") from None
-
-
-def _defined_twice(match: re.Match[str]) -> str:
-    """tomllib names a table as a tuple of its names."""
-    names = re.findall("'([^']*)'", match[1])
-    return f"[{'.'.join(map(bare, names))}] is defined twice"
+        hint = "put tables in [brackets], strings in quotes"
+        raise InventoryError(f"{source}: not valid TOML: {error}", hint=hint) from None
 
 
 def _shown(place: Place) -> str:
@@ -104,18 +98,15 @@ class _Reader:
                     f"table [{bare(table)}]" if isinstance(document[table], Mapping) else f"key {schema.quoted(table)}"
                 )
                 self.note((table,), f"unknown {what}", hint or f"known tables: {', '.join(_TABLES)}")
-        defaults = self.keys(("defaults",), self.table(document, "defaults"))
-        for name, table in self.table(document, "hosts").items():
+        defaults = self.keys(("defaults",), self.table(("defaults",), document.get("defaults", {})))
+        for name, table in self.table(("hosts",), document.get("hosts", {})).items():
             self.add_hosts(name, table, defaults)
-        self.find_twins()
-        self.find_jump_circles()
-        self.add_groups(self.table(document, "groups"))
+        self.add_groups(self.table(("groups",), document.get("groups", {})))
 
-    def table(self, document: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        value = document.get(name, {})
+    def table(self, place: Place, value: object) -> Mapping[str, Any]:
         if isinstance(value, Mapping):
             return value
-        self.note((name,), f"must be a table, not {schema.name_of(value)}", f"write [{name}] on a line of its own")
+        self.note(place, f"must be a table, not {schema.name_of(value)}", f"write {_shown(place)} on its own line")
         return {}
 
     def keys(self, place: Place, table: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,23 +119,17 @@ class _Reader:
     def add_hosts(self, key: str, value: object, defaults: Mapping[str, Any]) -> None:
         """Adds the host of one table, or several hosts if its name is a range."""
         place = ("hosts", key)
-        if not isinstance(value, Mapping):
-            self.note(
-                place,
-                f"must be a table, not {schema.name_of(value)}",
-                f"write {_shown(place)} and, below it, address = …",
-            )
-            return
+        table = self.table(place, value)
         names = self.names(place, key)
-        addresses = self.addresses(place, value.get("address"), len(names)) if names else []
-        values = self.keys(place, {other: item for other, item in value.items() if other != "address"})
+        addresses = self.addresses(place, table.get("address"), len(names)) if names else []
+        values = self.keys(place, {other: item for other, item in table.items() if other != "address"})
         for name, address in zip(names, addresses, strict=True):
             if name in self.hosts:
                 self.note(place, f"defines {name} again", f"it is already in {_shown(self.places[name])}")
                 continue
             own = values | ({} if address is None else self.keys(place, {"address": address}))
             self.places[name] = place
-            self.hosts[name] = self.local(place, own, defaults) if name == LOCAL.name else _host(name, own, defaults)
+            self.hosts[name] = _host(name, own, defaults)
 
     def names(self, place: Place, key: str) -> list[str]:
         try:
@@ -173,52 +158,25 @@ class _Reader:
             addresses = [None]
         return addresses * count if len(addresses) == 1 else addresses
 
-    def local(self, place: Place, own: Mapping[str, Any], defaults: Mapping[str, Any]) -> Host:
-        for key in own:
-            if key in _SSH_KEYS or (key == "transport" and own[key] not in ("auto", "local")):
-                self.note((*place, key), '"local" is this machine, without SSH', "remove the key, or rename the host")
-        own = {key: item for key, item in own.items() if key not in _SSH_KEYS}
-        defaults = {key: item for key, item in defaults.items() if key not in _SSH_KEYS}
-        return _host(LOCAL.name, {**own, "transport": "local"}, defaults)
-
-    def find_twins(self) -> None:
-        """Records hosts that have the same address."""
-        first: dict[tuple[str, int, str | None], str] = {}
-        alike: dict[Place, str] = {}
-        for host in self.hosts.values():
-            if host.address is None or host.transport == "local":
-                continue
-            twin, table = first.setdefault(place(host), host.name), self.places[host.name]
-            if twin != host.name and table == self.places[twin]:  # one mistake, however many hosts the table has
-                alike[table] = host.address
-            elif twin != host.name:
-                hint = "remove one of them, or give them different ports"
-                self.note((*table, "address"), f"{host.name} has the same address as {twin}: {host.address}", hint)
-        for table, address in alike.items():
-            hint = "use a range, as in 10.0.0.[11-14]"
-            self.note((*table, "address"), f"all hosts of the range have the same address: {address}", hint)
-
-    def find_jump_circles(self) -> None:
-        passed = {name: _passed(host) for name, host in self.hosts.items()}
-        for name, hops in passed.items():
-            for hop in hops:
-                if hop == LOCAL.name or (hop in self.hosts and self.hosts[hop].transport == "local"):
-                    self.note((*self.places[name], "jump"), f"{hop} is this machine", "remove the jump")
-        for circle in _circles({name: [hop for hop in hops if hop in self.hosts] for name, hops in passed.items()}):
-            hint = 'write jump = "none" for the one that is reached directly'
-            self.note((*self.places[circle[0]], "jump"), f"jump hosts form a loop: {' → '.join(circle)}", hint)
-
     def add_groups(self, table: Mapping[str, Any]) -> None:
         """Resolves groups, nested ones first."""
-        members = {name: self.words(name, value) for name, value in table.items() if self.may_be_group(name)}
-        self.groups = dict.fromkeys(members, ())
-        inner = {name: [word for word in _mentioned(words) if word in members] for name, words in members.items()}
+        self.groups = {name: () for name in table if self.may_be_group(name)}
+        words: dict[str, list[str]] = {}
+        inner: dict[str, list[str]] = {}
+        for name in self.groups:
+            try:
+                words[name] = schema.parse(list[str], table[name])
+                inner[name] = [word for word in _mentioned(words[name]) if word in self.groups]
+            except schema.Invalid as error:
+                self.note(("groups", name), str(error), f'for instance {name} = ["node1", "node[2-4]"]')
+            except UsageError as error:
+                self.note(("groups", name), error.message, error.hint)
         for circle in _circles(inner):
             self.note(("groups", circle[0]), f"contains itself: {' → '.join(circle)}", "remove one of them")
         names = Names(self.hosts, self.groups)
-        for name in TopologicalSorter(inner).static_order():
+        for name in filter(inner.__contains__, TopologicalSorter(inner).static_order()):
             try:
-                self.groups[name] = tuple(choose(members[name], names))
+                self.groups[name] = tuple(choose(words[name], names))
             except UsageError as error:
                 self.note(("groups", name), error.message, error.hint)
 
@@ -234,38 +192,14 @@ class _Reader:
             return True
         return False
 
-    def words(self, group: str, value: object) -> list[str]:
-        """The valid words of a group; the others are recorded as mistakes."""
-        place, words = ("groups", group), []
-        if not isinstance(value, list):
-            self.note(
-                place,
-                f"must be an array, not {schema.name_of(value)}",
-                f'for instance {group} = ["node1", "node[2-4]"]',
-            )
-            return []
-        for item in value:
-            if not isinstance(item, str):
-                self.note(place, f"must contain strings, not {schema.name_of(item)}", "write names in quotes")
-                continue
-            try:
-                _mentioned([item])
-                words.append(item)
-            except UsageError as error:
-                self.note(place, error.message, error.hint)
-        return words
-
 
 def _host(name: str, own: Mapping[str, Any], defaults: Mapping[str, Any]) -> Host:
     """A host with its own values, else the defaults. Environment variables are merged one by one."""
     env = {**defaults.get("env", {}), **own.get("env", {})}
-    return Host(**{**defaults, **own, "name": name, "env": env})
-
-
-def _passed(host: Host) -> list[str]:
-    """The names or addresses of a host's jump hosts, without users and ports."""
-    hops = [] if host.jump in (None, "none") else str(host.jump).split(",")
-    return [address.host for address in map(Address.parse, hops) if address is not None]
+    given = {**defaults, **own, "name": name, "env": env}
+    if name == LOCAL.name:
+        given = {key: item for key, item in given.items() if key not in _SSH_KEYS} | {"transport": "local"}
+    return Host(**given)
 
 
 def _mentioned(words: list[str]) -> list[str]:
@@ -295,6 +229,47 @@ def _key_hint(place: Place, key: str, value: object) -> str:
 def bare(key: str) -> str:
     """A key as TOML spells it: quoted if necessary, and on one line."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else schema.quoted(key)
+
+
+def _lines_by_key(text: str) -> dict[tuple[str, ...], int]:
+    """The first line of each table and key, by its path, in a valid document.
+
+    Keys inside inline tables are not found; the key of the table is.
+
+    >>> _lines_by_key('[hosts.node1]\\nport = 22')
+    {('hosts',): 1, ('hosts', 'node1'): 1, ('hosts', 'node1', 'port'): 2}
+    """
+    found: dict[tuple[str, ...], int] = {}
+    table: tuple[str, ...] = ()
+    inside = ""
+    for number, line in enumerate(lines_of(text), 1):
+        if inside:
+            inside = "" if line.count(inside) % 2 else inside
+            continue
+        is_table = line.lstrip().startswith("[")
+        if not is_table and "=" not in line:
+            continue
+        try:
+            path = _path(toml.loads(line if is_table else f"{line.partition('=')[0]} = 0"))
+        except ValueError:  # a line without a key, such as one of an array
+            continue
+        if is_table:
+            table = path
+        else:
+            path = (*table, *path)
+            inside = next((quotes for quotes in _LONG if line.count(quotes) % 2), "")
+        for size in range(1, len(path) + 1):
+            found.setdefault(path[:size], number)
+    return found
+
+
+def _path(document: Any) -> tuple[str, ...]:
+    """The only path in a document that is a single line."""
+    names = []
+    while isinstance(document, dict) and document:
+        ((name, document),) = document.items()
+        names.append(name)
+    return tuple(names)
 
 
 def _matches(path: Path, text: str) -> bool:

@@ -24,7 +24,11 @@ HINT: Final = "a line is a host and its slots: node1 slots=4, or node1:4"
 
 
 def read(text: str, source: str) -> Contents:
-    """The hosts of a hostfile. Raises one `InventoryError` with all mistakes."""
+    """The hosts of a hostfile; one that is on several lines has the slots of all.
+
+    Slots are processes on a host, so they are the host's `slots`: solo calls that run at once. Broadcasts have one rank
+    for each GPU, whatever the slots are. Raises one `InventoryError` with all mistakes.
+    """
     listing = Listing(source)
     hosts: dict[str, tuple[str, int, dict[str, Any]]] = {}
     for number, line in enumerate(lines_of(text), 1):

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 
+from skyfab._util import toml
 from skyfab._util.html import ShownAsTable
 from skyfab._util.sizes import counted
 from skyfab.errors import InventoryError, UnknownHost, UsageError
-from skyfab.inventory import ansible, detect, hostfile, slurm, ssh_config
-from skyfab.inventory.file import read
+from skyfab.inventory import detect, ssh_config
+from skyfab.inventory.file import bare, read
 from skyfab.inventory.host import LOCAL, Address, Host, expanded
 from skyfab.inventory.selection import Names, choose
-from skyfab.inventory.source import Contents
-from skyfab.inventory.text import read_text
-from skyfab.inventory.writer import written
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +38,7 @@ class Inventory(ShownAsTable):
     def __repr__(self) -> str:
         sizes = [(len(self.hosts), "host"), *([(len(self.groups), "group")] if self.groups else [])]
         counts = ", ".join(counted(count, noun) for count, noun in sizes)
-        return f"<Inventory {self.source or 'of no file'}: {counts}>"
+        return f"<Inventory {self.source or 'without a file'}: {counts}>"
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         groups = {host: [name for name, of in self.groups.items() if host in of] for host in self.hosts}
@@ -63,17 +61,13 @@ class Inventory(ShownAsTable):
         """
         if isinstance(given, Inventory):
             return given
-        return cls.find() if given is None else cls._made(detect.read(given), given)
+        return cls.find() if given is None else cls(source=Path(given), **detect.read(given)._asdict())
 
     @classmethod
-    def find(cls, environ: Mapping[str, str] | None = None, cwd: str | os.PathLike[str] = ".") -> Inventory:
-        """The inventory of ``$SKYFAB_INVENTORY``, else of this folder, else of the user; else only `local`.
-
-        `environ` and `cwd` take the place of the process's variables and current folder.
-        """
-        environ = os.environ if environ is None else environ
-        found = found_source(environ, cwd)
-        if isinstance(found, Path) and environ.get("SKYFAB_INVENTORY") and not os.path.lexists(found):
+    def find(cls) -> Inventory:
+        """The inventory of ``$SKYFAB_INVENTORY``, else of this folder, else of the user; else only `local`."""
+        found = _found_source()
+        if isinstance(found, Path) and os.environ.get("SKYFAB_INVENTORY") and not os.path.lexists(found):
             hint = "unset SKYFAB_INVENTORY, which names it; or for hosts of a lab: skyfab lab.up"
             raise InventoryError(f"{found}: No such file or directory", hint=hint)
         return cls(hosts={LOCAL.name: LOCAL}) if found is None else cls.of(found)
@@ -81,67 +75,20 @@ class Inventory(ShownAsTable):
     @property
     def is_found(self) -> bool:
         """Its source is the one that `find` finds: commands need not name it."""
-        return self.source is not None and Path.cwd() / self.source == Path.cwd() / (found_source(os.environ) or "")
-
-    @classmethod
-    def load(cls, path: str | os.PathLike[str]) -> Inventory:
-        """Reads the file `path`, an inventory.toml. Raises `InventoryError` with every mistake in it."""
-        return cls.parse(read_text(path, hint="check the path given; inventory.example.toml is one to copy"), path)
+        return self.source is not None and Path.cwd() / self.source == Path.cwd() / (_found_source() or "")
 
     @classmethod
     def parse(cls, text: str, source: str | os.PathLike[str] = "<text>") -> Inventory:
         """Reads TOML `text`; `source` is what error messages call it. Raises `InventoryError` with every mistake."""
-        return cls._made(read(text, os.fspath(source)), source)
-
-    @classmethod
-    def from_ssh_config(cls, pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Inventory:
-        """The aliases of ssh_config, and of what it includes, that match `pattern`: ``"gpu*,!gpu3"``.
-
-        `path` is another file than the user's. A host has the alias as its name and no address: ssh resolves it.
-        Skips aliases with ``User git``, and all but the first alias of the same account.
-        Raises InventoryError if ssh rejects the file, or if nothing matches.
-        """
-        word = "ssh_config" if pattern == "*" else f"ssh_config:{pattern}"
-        return cls._made(ssh_config.read(pattern, path), word if path is None else path)
-
-    @classmethod
-    def from_hostfile(cls, path: str | os.PathLike[str]) -> Inventory:
-        """The hosts of the hostfile `path` of MPI or DeepSpeed: ``node1 slots=4``, or ``node1:4``.
-
-        Slots are processes on a host, so they are the host's `slots`: solo calls that run at once. Broadcasts have one
-        rank for each GPU that a host has, whatever its slots are; ``Compute(ranks=4)`` says otherwise. A host that is
-        on several lines has the slots of all. Maximum slots, bindings and interfaces are ignored.
-        Raises InventoryError with all mistakes.
-        """
-        return cls._made(hostfile.read(read_text(path), os.fspath(path)), path)
-
-    @classmethod
-    def from_slurm(cls, environ: Mapping[str, str] | None = None) -> Inventory:
-        """The hosts of the Slurm allocation that this program runs in; `environ` takes the place of its variables.
-
-        Their names are those of SLURM_JOB_NODELIST. Which GPUs belong to the job is not read from Slurm, whose
-        variables are about one host: a login on a host of the job sees those of the job where Slurm confines it
-        (pam_slurm_adopt), else all of them. Raises InventoryError outside of an allocation.
-        """
-        return cls._made(slurm.read(os.environ if environ is None else environ), "slurm")
-
-    @classmethod
-    def from_ansible(cls, path: str | os.PathLike[str]) -> Inventory:
-        """The hosts and groups of the Ansible inventory `path`, a file or a folder, from ``ansible-inventory --list``.
-
-        Reads `ansible_host`, `ansible_port`, `ansible_user`, `ansible_ssh_private_key_file`, `ansible_connection`, and
-        the jump host in `ansible_ssh_common_args`. Skips hosts with another connection than SSH. Templates are
-        mistakes. Raises InventoryError with all mistakes, or if Ansible is not installed.
-        """
-        return cls._made(ansible.read(path), path)
-
-    @classmethod
-    def _made(cls, contents: Contents, source: str | os.PathLike[str]) -> Inventory:
-        return cls(hosts=contents.hosts, groups=contents.groups, source=Path(source), left_out=dict(contents.left_out))
+        return cls(source=Path(source), **read(text, os.fspath(source))._asdict())
 
     def to_toml(self) -> str:
         """The text of an inventory.toml that has these hosts and groups."""
-        return written(self.hosts, self.groups)
+        tables = ["\n".join([f"[hosts.{bare(name)}]", *_lines(host)]) + "\n" for name, host in self.hosts.items()]
+        if self.groups:
+            lines = [f"{bare(name)} = {_value(members)}" for name, members in self.groups.items()]
+            tables.append("\n".join(["[groups]", *lines]) + "\n")
+        return "\n".join(tables)
 
     def select(
         self,
@@ -203,14 +150,14 @@ class Inventory(ShownAsTable):
         return replace(base, name=name, address=base.destination, user=user, port=port)
 
 
-def found_source(environ: Mapping[str, str], cwd: str | os.PathLike[str] = ".") -> Path | str | None:
+def _found_source() -> Path | str | None:
     """The file, or the word, of ``$SKYFAB_INVENTORY``, else the inventory file of this folder, else of the user."""
-    if named := environ.get("SKYFAB_INVENTORY"):
-        return named if detect.is_word(named) else Path(cwd, expanded(named))
-    config = Path(environ.get("XDG_CONFIG_HOME", ""))
+    if named := os.environ.get("SKYFAB_INVENTORY"):
+        return named if detect.is_word(named) else expanded(named)
+    config = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     if not config.is_absolute():  # then the XDG specification says to ignore it
         config = expanded("~/.config")
-    paths = (Path(cwd, "inventory.toml"), Path(config, "skyfab", "inventory.toml"))
+    paths = (Path("inventory.toml"), Path(config, "skyfab", "inventory.toml"))
     return next(filter(os.path.lexists, paths), None)
 
 
@@ -224,3 +171,20 @@ def _first(hosts: tuple[Host, ...], nodes: int | None) -> tuple[Host, ...]:
     if nodes > len(hosts):
         raise UsageError(f"nodes={nodes}, but only {len(hosts)} selected", hint="select more hosts, or ask for fewer")
     return hosts[:nodes]
+
+
+def _lines(host: Host) -> Iterator[str]:
+    """The keys that differ from their defaults."""
+    for item in fields(host):
+        value = getattr(host, item.name)
+        default = {} if item.default is MISSING else item.default
+        if item.name != "name" and value != default:
+            yield f"{item.name} = {_value(value)}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, Mapping):
+        return "{ " + ", ".join(f"{bare(key)} = {_value(item)}" for key, item in value.items()) + " }"
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_value, value))}]"
+    return toml.dumps(value)

@@ -19,23 +19,13 @@ _SERVICES: Final = re.compile(
 
 def names(path: str | os.PathLike[str] = _FILE) -> list[str]:
     """One name for each host, as ``node1`` or ``10.0.0.5:2222``, in the order of the file. None without a file."""
-    first = [words[0].split(",")[0] for words in _entries(path)]
-    found = dict.fromkeys(re.sub(r"^\[(.+)\]:([0-9]+)$", _with_port, name) for name in first)
-    return [name for name in found if Address.parse(name) is not None and not _SERVICES.fullmatch(name)]
-
-
-def has_hashed(path: str | os.PathLike[str] = _FILE) -> bool:
-    """Whether there are names that cannot be read: some distributions have ssh store them as hashes."""
-    return any(words[0].startswith("|") for words in _entries(path))
-
-
-def _entries(path: str | os.PathLike[str]) -> list[list[str]]:
     try:
-        lines = lines_of(read_text(expanded(os.fspath(path))))
+        entries = [line.split() for line in lines_of(read_text(expanded(os.fspath(path))))]
     except InventoryError:
         return []
-    entries = [line.split() for line in lines]
-    return [words for words in entries if len(words) >= 3 and not words[0].startswith(("#", "@"))]
+    first = [words[0].split(",")[0] for words in entries if len(words) >= 3 and not words[0].startswith(("#", "@"))]
+    found = dict.fromkeys(re.sub(r"^\[(.+)\]:([0-9]+)$", _with_port, name) for name in first)
+    return [name for name in found if Address.parse(name) is not None and not _SERVICES.fullmatch(name)]
 
 
 def _with_port(match: re.Match[str]) -> str:

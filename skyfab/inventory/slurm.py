@@ -20,6 +20,8 @@ _OUTSIDE: Final = "start an allocation first: salloc --nodes=2"
 def read(environ: Mapping[str, str]) -> Contents:
     """The hosts of the allocation; those of each component of a heterogeneous job are also a group, het0 and so on.
 
+    Which GPUs belong to the job is not read from Slurm, whose variables are about one host: a login on a host of the
+    job sees those of the job where Slurm confines it (pam_slurm_adopt), else all of them.
     Raises InventoryError outside of an allocation.
     """
     job = environ.get("SLURM_JOB_ID", "")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import glob
 import os
 import re
@@ -36,16 +35,19 @@ Settings = dict[str, list[str]]
 """Values by keyword, in lower case."""
 
 
-def read(pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Contents:
-    """The aliases that match `pattern`, which is a list as in a Host line, with commas. Raises InventoryError."""
-    config = path or os.environ.get(CONFIG)
-    listing = Listing(str(expanded(os.fspath(config or _USERS))))
-    known = _aliases(config)
+def read(pattern: str = "") -> Contents:
+    """The aliases that match `pattern`, which is a list as in a Host line, with commas; empty for all.
+
+    A host has the alias as its name and no address: ssh resolves it. Raises InventoryError if ssh rejects its
+    configuration, or if nothing matches.
+    """
+    listing = Listing(str(expanded(os.environ.get(CONFIG) or _USERS)))
+    known = _aliases()
     words = [word.strip() for word in pattern.split(",") if word.strip()]
     names = [name for name in known if _matches(name, words)]
     usable = [name for name in names if NAME.fullmatch(name) and name not in RESERVED]
     with ThreadPoolExecutor(8) as threads:
-        found = dict(zip(usable, threads.map(lambda name: settings(Host(name=name), config), usable), strict=True))
+        found = dict(zip(usable, threads.map(lambda name: settings(Host(name=name)), usable), strict=True))
     taken: dict[object, str] = {}
     """The first alias of each account."""
     for name in names:
@@ -54,7 +56,7 @@ def read(pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Cont
             listing.left_out[name] = reason
         elif found[name].get("user") == ["git"]:
             listing.left_out[name] = '"User git" is a Git server'
-        elif loop := _loop(name, lambda hop: found[hop] if hop in found else _settings_of(hop, config)):
+        elif loop := _loop(name, lambda hop: found[hop] if hop in found else _settings_of(hop)):
             listing.left_out[name] = f"its jump hosts form a loop: {' → '.join(loop)}"
         elif (first := taken.setdefault(_account(name, found[name]), name)) != name:
             listing.left_out[name] = f"same login as {first}"
@@ -66,7 +68,7 @@ def read(pattern: str = "*", path: str | os.PathLike[str] | None = None) -> Cont
 def aliases() -> frozenset[str]:
     """All aliases; none if ssh_config is not readable."""
     try:
-        return frozenset(_aliases(os.environ.get(CONFIG)))
+        return frozenset(_aliases())
     except InventoryError:
         return frozenset()
 
@@ -97,14 +99,14 @@ def settings(host: Host, config: str | os.PathLike[str] | None = None) -> Settin
 def loop_of(name: str) -> list[str]:
     """The hosts that an alias is reached through, if their ProxyJump lines need each other; else empty."""
     try:
-        return _loop(name, functools.partial(_settings_of, config=None))
+        return _loop(name, _settings_of)
     except InventoryError:
         return []
 
 
-def _settings_of(name: str, config: str | os.PathLike[str] | None) -> Settings:
+def _settings_of(name: str) -> Settings:
     host = Host.ad_hoc(name)
-    return {} if host is None else settings(host, config)
+    return {} if host is None else settings(host)
 
 
 def _loop(name: str, settings_of: Callable[[str], Settings]) -> list[str]:
@@ -133,9 +135,10 @@ def _hint(known: Sequence[str]) -> str:
 # ---- names in Host lines
 
 
-def _aliases(config: str | os.PathLike[str] | None) -> list[str]:
-    """The names in Host lines of a file and what it includes, or of the user's and the system's."""
-    files = [expanded(os.fspath(config))] if config else [expanded(_USERS), Path(_SYSTEMS)]
+def _aliases() -> list[str]:
+    """The names in Host lines of the user's and the system's file, or of another one, and of what they include."""
+    config = os.environ.get(CONFIG)
+    files = [expanded(config)] if config else [expanded(_USERS), Path(_SYSTEMS)]
     found: dict[str, None] = {}
     for file in files:
         if config or file.exists():
@@ -182,4 +185,4 @@ def _matches_any(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern.replace("[", "[[]")) for pattern in patterns)
 
 
-SOURCE = Source(word="ssh_config", takes="pattern", read=lambda pattern: read(pattern or "*"))
+SOURCE = Source(word="ssh_config", takes="pattern", read=read)

@@ -14,9 +14,7 @@ from skyfab.inventory.inventory import Inventory
 def read(text: str, folder: Path) -> list[Host]:
     path = folder / "hostfile"
     path.write_text(text)
-    inventory = Inventory.from_hostfile(path)
-    assert inventory.source == path
-    return list(inventory.hosts.values())
+    return list(Inventory.of(f"hostfile:{path}").hosts.values())
 
 
 @pytest.mark.parametrize(

@@ -7,20 +7,16 @@ import dataclasses
 import json
 import pickle
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyfab.errors import InventoryError, UsageError
 from skyfab.inventory.host import LOCAL, Address, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.selection import expand, split
-
-T = TypeVar("T")
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGifrC2TEtlDqvu01rFE2MKRF/J8lbSByLau0+8Ie1SJ"
 EXAMPLE = Path(__file__).parents[2] / "inventory.example.toml"
@@ -49,8 +45,6 @@ most = ["!node3"]
 nobody = []
 """
 
-fuzz = settings(database=None, deadline=None, max_examples=300)
-
 
 @pytest.fixture(scope="module")
 def cluster() -> Inventory:
@@ -77,7 +71,7 @@ def without_line(error: InventoryError) -> str:
 
 
 def test_the_example_that_users_copy_loads_and_means_what_its_comments_say() -> None:
-    inventory = Inventory.load(EXAMPLE)
+    inventory = Inventory.of(EXAMPLE)
     assert list(inventory.hosts) == ["gateway", "node1", "node2", "node3", "node4", "workstation"]
     assert inventory.groups == {"gpu": ("node1", "node2", "node3", "node4"), "small": ("workstation",)}
     assert inventory.hosts["node3"].address == "10.0.0.13"
@@ -176,7 +170,7 @@ def test_a_group_may_have_this_machine() -> None:
 
 def test_local_may_be_declared_and_never_gets_what_is_for_ssh() -> None:
     inventory = Inventory.parse(
-        '[defaults]\nuser = "ada"\njump = "gw"\ntransport = "openssh"\n[hosts.local]\nslots = 3'
+        '[defaults]\nuser = "ada"\njump = "gw"\ntransport = "openssh"\n[hosts.local]\nslots = 3\nport = 22'
     )
     assert inventory.hosts["local"] == Host(name="local", transport="local", slots=3)
 
@@ -196,55 +190,63 @@ def test_one_address_may_be_several_hosts(text: str) -> None:
 def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
     path = tmp_path / "inv.toml"
     path.write_bytes(b'\xef\xbb\xbf[hosts.a]\r\nuser = "ada"\r\n')
-    assert Inventory.load(path).hosts["a"].user == "ada"
+    assert Inventory.of(path).hosts["a"].user == "ada"
 
 
 # Where the file is found
 
 
-def test_find_takes_the_variable_then_the_folder_then_the_users_configuration(tmp_path: Path) -> None:
-    cwd, config = tmp_path / "cwd", tmp_path / "config"
-    files = {"named": cwd / "named.toml", "here": cwd / "inventory.toml", "mine": config / "skyfab" / "inventory.toml"}
+@pytest.fixture
+def cwd(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, and that of the user's configuration: both are empty."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SKYFAB_INVENTORY", raising=False)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))
+    return tmp_path
+
+
+def test_find_takes_the_variable_then_the_folder_then_the_users_configuration(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = cwd / "config" / "skyfab" / "inventory.toml"
+    mine.parent.mkdir(parents=True)
+    files = {"named": Path("named.toml"), "here": Path("inventory.toml"), "mine": mine}
     for name, path in files.items():
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"[hosts.{name}]")
-    environ = {"XDG_CONFIG_HOME": str(config), "SKYFAB_INVENTORY": "named.toml"}
+    monkeypatch.setenv("SKYFAB_INVENTORY", "named.toml")
     for name, path in files.items():
-        found = Inventory.find(environ, cwd)
+        found = Inventory.find()
         assert (list(found.hosts), found.source) == ([name], path)
-        environ["SKYFAB_INVENTORY"] = ""
+        monkeypatch.setenv("SKYFAB_INVENTORY", "")
         path.unlink()
-    assert Inventory.find(environ, cwd) == Inventory(hosts={"local": LOCAL}, source=None)
+    assert Inventory.find() == Inventory(hosts={"local": LOCAL}, source=None)
 
 
 def test_find_looks_in_the_home_folder_when_xdg_config_home_is_not_absolute(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("HOME", str(tmp_path))
-    path = tmp_path / ".config" / "skyfab" / "inventory.toml"
+    monkeypatch.setenv("HOME", str(cwd))
+    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
+    path = cwd / ".config" / "skyfab" / "inventory.toml"
     path.parent.mkdir(parents=True)
     path.write_text("[hosts.a]")
-    assert Inventory.find({"XDG_CONFIG_HOME": "relative"}, tmp_path).source == path
+    assert Inventory.find().source == path
 
 
-def test_find_reads_the_environment_and_folder_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "mine.toml").write_text("[hosts.a]")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("SKYFAB_INVENTORY", "mine.toml")
-    assert Inventory.find().source == Path("mine.toml")
-
-
-def test_a_variable_that_names_no_file_is_an_error_and_not_another_inventory(tmp_path: Path) -> None:
-    (tmp_path / "inventory.toml").write_text("[hosts.a]")
+def test_a_variable_that_names_no_file_is_an_error_and_not_another_inventory(
+    cwd: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (cwd / "inventory.toml").write_text("[hosts.a]")
+    monkeypatch.setenv("SKYFAB_INVENTORY", "gone.toml")
     with pytest.raises(InventoryError, match=r"gone\.toml: No such file") as caught:
-        Inventory.find({"SKYFAB_INVENTORY": "gone.toml"}, tmp_path)
+        Inventory.find()
     assert "unset SKYFAB_INVENTORY" in str(caught.value.hint) and "lab.up" in str(caught.value.hint)
 
 
-def test_a_dangling_link_is_an_error_and_not_another_inventory(tmp_path: Path) -> None:
-    (tmp_path / "inventory.toml").symlink_to("gone")
+def test_a_dangling_link_is_an_error_and_not_another_inventory(cwd: Path) -> None:
+    (cwd / "inventory.toml").symlink_to("gone")
     with pytest.raises(InventoryError, match="No such file"):
-        Inventory.find({"XDG_CONFIG_HOME": str(tmp_path)}, tmp_path)
+        Inventory.find()
 
 
 # Selection
@@ -339,8 +341,9 @@ def test_an_address_with_a_hosts_name_is_that_host_as_another_user(cluster: Inve
     assert host.address == "10.0.0.11"
 
 
-def test_without_a_file_any_word_is_an_alias_of_ssh_config(tmp_path: Path) -> None:
-    inventory = Inventory.find({"XDG_CONFIG_HOME": str(tmp_path)}, tmp_path)
+@pytest.mark.usefixtures("cwd")
+def test_without_a_file_any_word_is_an_alias_of_ssh_config() -> None:
+    inventory = Inventory.find()
     assert inventory.select() == inventory.select("all") == (LOCAL,)
     assert inventory.select("work,node[1-2],!node1") == (Host(name="work"), Host(name="node2"))
 
@@ -472,10 +475,10 @@ def test_what_ssh_or_a_shell_could_take_for_something_else_is_not_an_address(tex
         ("[host.a]", "unknown table [host]", "did you mean hosts?"),
         ("[zzz]", "unknown table [zzz]", "known tables: defaults, hosts, groups"),
         ('user = "ada"', 'unknown key "user"', "move it below [defaults]"),
-        ("hosts = 1", "[hosts]: must be a table, not an integer", "[hosts] on a line of its own"),
-        ("[[hosts]]", "[hosts]: must be a table, not an array", "[hosts] on a line of its own"),
-        ("defaults = 1\n[hosts.a]", "[defaults]: must be a table, not an integer", "line of its own"),
-        ('[hosts]\na = "10.0.0.1"', "[hosts.a]: must be a table, not a string", "address = …"),
+        ("hosts = 1", "[hosts]: must be a table, not an integer", "[hosts] on its own line"),
+        ("[[hosts]]", "[hosts]: must be a table, not an array", "[hosts] on its own line"),
+        ("defaults = 1\n[hosts.a]", "[defaults]: must be a table, not an integer", "its own line"),
+        ('[hosts]\na = "10.0.0.1"', "[hosts.a]: must be a table, not a string", "[hosts.a] on its own"),
         ("[defaults]\nprot = 1\n[hosts.a]", '[defaults]: unknown key "prot"', "did you mean port?"),
         ("[hosts.a]\nidentiy = 'x'", '[hosts.a]: unknown key "identiy"', "did you mean identity?"),
         ('[hosts.a]\n"\\n" = 1', '[hosts.a]: unknown key "\\n"', "known keys"),
@@ -498,44 +501,14 @@ def test_what_ssh_or_a_shell_could_take_for_something_else_is_not_an_address(tex
             "same length",
         ),
         ("[hosts.a]\naddress = 'b[2-1]'", "[hosts.a] address: [2-1] counts down", "[1-2]"),
-        (
-            "[hosts.a]\naddress = 'H'\n[hosts.b]\naddress = 'h'\nport = 22",
-            "[hosts.b] address: b has the same address as a: h",
-            "different ports",
-        ),
-        (
-            "[hosts.'a[1-500]']\naddress = 'h'",
-            '[hosts."a[1-500]"] address: all hosts of the range have the same address: h',
-            "10.0.0.[11-14]",
-        ),
-        ("[hosts.local]\nport = 22", '[hosts.local] port: "local" is this machine, without SSH', "rename the host"),
-        (
-            "[hosts.local]\ntransport = 'fabric'",
-            '[hosts.local] transport: "local" is this machine, without SSH',
-            "rename the host",
-        ),
-        ("[hosts.a]\njump = 'a'", "[hosts.a] jump: jump hosts form a loop: a → a", 'jump = "none"'),
-        ("[hosts.a]\njump = 'root@a:22'", "[hosts.a] jump: jump hosts form a loop: a → a", 'jump = "none"'),
-        ("[hosts.a]\njump = 'x,a'", "[hosts.a] jump: jump hosts form a loop: a → a", 'jump = "none"'),
-        (
-            "[hosts.a]\njump = 'b'\n[hosts.b]\njump = 'a'",
-            "[hosts.a] jump: jump hosts form a loop: a → b → a",
-            'jump = "none"',
-        ),
-        (
-            "[defaults]\njump = 'g'\n[hosts.g]\n[hosts.a]",
-            "[hosts.g] jump: jump hosts form a loop: g → g",
-            'jump = "none"',
-        ),
-        ("[hosts.a]\njump = 'local'", "[hosts.a] jump: local is this machine", "remove the jump"),
         ("[hosts.a]\n[groups]\na = []", "[groups] a: a host has that name: [hosts.a]", "rename the group"),
         ("[hosts.a]\n[groups]\nall = []", '[groups] all: "all" is reserved in selections', "rename the"),
         ("[hosts.a]\n[groups]\nlocal = []", '[groups] local: "local" is reserved in selections', "rename the group"),
         ("[hosts.a]\n[groups]\n'x y' = []", '[groups] "x y": not a valid group name', "letters, digits"),
         ("[hosts.a]\n[groups]\n'-x' = []", "[groups] -x: not a valid group name", "letters, digits"),
-        ("[hosts.a]\n[groups]\ng = 'a'", "[groups] g: must be an array, not a string", 'g = ["node1", "node[2-4]"]'),
-        ("[hosts.a]\n[groups.g]", "[groups] g: must be an array, not a table", 'g = ["node1", "node[2-4]"]'),
-        ("[hosts.a]\n[groups]\ng = [1]", "[groups] g: must contain strings, not an integer", "quotes"),
+        ("[hosts.a]\n[groups]\ng = 'a'", "[groups] g: expected an array, not a string", 'g = ["node1", "node[2-4]"]'),
+        ("[hosts.a]\n[groups.g]", "[groups] g: expected an array, not a table", 'g = ["node1", "node[2-4]"]'),
+        ("[hosts.a]\n[groups]\ng = [1]", "[groups] g: [0]: expected a string, not an integer", 'g = ["node1"'),
         ("[hosts.a]\n[groups]\ng = ['a[2-1]']", "[groups] g: [2-1] counts down", "[1-2]"),
         (
             "[hosts.node1]\n[groups]\ng = ['nod1']",
@@ -589,7 +562,6 @@ def test_a_mistake_is_one_error_with_file_table_key_and_hint(text: str, message:
         ("jump", '"a b"', "not a valid jump host: 'a b'", "user@address:port"),
         ("host_key", '"AAAA"', "not a public host key", "ssh-ed25519 AAAA…"),
         ("host_key", f'"10.0.0.1 {KEY}"', "not a public host key", "ssh-ed25519 AAAA…"),
-        ("host_key", f'"{KEY[:-4]}"', "not a public host key", "ssh-ed25519 AAAA…"),
         ("host_key", f'"{KEY[:-1]}"', "not a public host key", "ssh-ed25519 AAAA…"),
         ("host_key", f'"{KEY.replace("ed25519", "rsa")}"', "not a public host key", "ssh-ed25519 AAAA…"),
         ("host_key", '"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"', "not a public host key", "ssh-ed25519 AAAA…"),
@@ -605,7 +577,6 @@ def test_a_mistake_is_one_error_with_file_table_key_and_hint(text: str, message:
         ("slots", "0", "must be 1 or more, not 0", "!name"),
         ("slots", "false", "must be an integer, not a boolean", ""),
         ("cache", '"scratch"', "must be an absolute path on the host: 'scratch'", "~/"),
-        ("transport", '"openshh"', "unknown transport: 'openshh'", "did you mean openssh?"),
         ("transport", '"tcp"', "unknown transport: 'tcp'", "one of auto, openssh, fabric, local"),
         ("interface", '"eth 0"', "not a network interface: 'eth 0'", "ip link"),
         ("tags", '"a100"', "must be an array, not a string", 'tags = ["a100"]'),
@@ -635,18 +606,14 @@ def test_a_hosts_name_is_never_taken_for_an_option_a_selector_or_an_address(name
     assert error.hint
 
 
-@pytest.mark.parametrize("text", ["[hosts.a]\nport = =", "[hosts.a]\nport = 1 1", "[hosts.a]\n\0"])
+@pytest.mark.parametrize(
+    "text", ["[hosts.a]\nport = =", "[hosts.a]\nport = 1 1", "[hosts.a]\n\0", "[hosts.'a.b']\n[hosts.'a.b']"]
+)
 def test_what_is_not_toml_is_reported_with_its_line(text: str) -> None:
     error = mistake(text)
     assert error.message.startswith("inv.toml: not valid TOML: ")
     assert "line 2" in error.message
     assert error.hint
-
-
-def test_a_table_that_is_defined_twice_is_named() -> None:
-    error = mistake("[hosts.'a.b']\n[hosts.'a.b']")
-    assert error.message.startswith('inv.toml: [hosts."a.b"] is defined twice')
-    assert "line 2" in error.message
 
 
 def test_all_mistakes_are_reported_at_once_the_count_first_each_on_its_line() -> None:
@@ -657,20 +624,17 @@ def test_all_mistakes_are_reported_at_once_the_count_first_each_on_its_line() ->
         prot = 22
         port = "22"
         [hosts.b]
-        jump = "b"
         [groups]
         g = ["c"]
         h = ["h"]
         """)
     assert str(error).splitlines() == [
-        "inv.toml: 6 mistakes",
+        "inv.toml: 5 mistakes",
         "  inv.toml:3: [defaults] slots: must be 1 or more, not 0 (exclude a host from a selection with !name)",
         '  inv.toml:5: [hosts.a]: unknown key "prot" (did you mean port?)',
         "  inv.toml:6: [hosts.a] port: must be an integer, not a string (write it without quotes)",
-        '  inv.toml:8: [hosts.b] jump: jump hosts form a loop: b → b (write jump = "none" for the one that is reached'
-        " directly)",
-        "  inv.toml:11: [groups] h: contains itself: h → h (remove one of them)",
-        '  inv.toml:10: [groups] g: no host, group or tag matches "c" (known names: a, b, g, h, all and 1 more)',
+        "  inv.toml:10: [groups] h: contains itself: h → h (remove one of them)",
+        '  inv.toml:9: [groups] g: no host, group or tag matches "c" (known names: a, b, g, h, all and 1 more)',
     ]
 
 
@@ -701,7 +665,7 @@ def test_a_file_without_an_inventory_is_named(tmp_path: Path, content: bytes | s
     elif isinstance(content, bytes):
         path.write_bytes(content)
     with pytest.raises(InventoryError) as caught:
-        Inventory.load(path)
+        Inventory.of(path)
     assert str(path) in caught.value.message
     assert message in caught.value.message
     assert caught.value.hint
@@ -710,7 +674,7 @@ def test_a_file_without_an_inventory_is_named(tmp_path: Path, content: bytes | s
 
 def test_an_invalid_path_is_an_inventory_error() -> None:
     with pytest.raises(InventoryError):
-        Inventory.load("a\0b")
+        Inventory.of("a\0b")
 
 
 # Host
@@ -819,92 +783,14 @@ def test_a_group_of_strangers_made_in_python_is_refused() -> None:
         Inventory(hosts={"a": Host(name="a")}, groups={"g": ("a", "b")})
 
 
-# Whatever people type
-
-WORDS = st.one_of(
-    st.text(max_size=30),
-    st.text("node1234[]-,!*?@:.%ab \\", max_size=20),
-    st.lists(st.sampled_from(["node1", "gpu", "a100", "!", ",", "[1-2]", "*", "local", "10.0.0.1", "@", ":22"])).map(
-        "".join
-    ),
-)
-VALUES = st.recursive(
-    st.one_of(st.booleans(), st.integers(), st.floats(allow_nan=False), WORDS),
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)),
-    max_leaves=5,
-)
-FIELDS = st.sampled_from([field.name for field in dataclasses.fields(Host)])
+# Whatever people type (tests/fuzz has more)
 
 
-def outcome(function: Callable[..., T], *args: object) -> T | UsageError:
-    """What a function returns, or the one kind of error it may raise."""
-    try:
-        return function(*args)
-    except UsageError as error:
-        return error
-
-
-@fuzz
-@given(st.one_of(WORDS, st.lists(WORDS, max_size=4)))
-@example("[z-a]")
-@example("node[" + "1" * 5000 + "]")
-def test_any_selection_gives_hosts_or_a_usage_error(selection: str | list[str]) -> None:
-    for inventory in (Inventory.parse(CLUSTER), Inventory(hosts={})):
-        hosts = outcome(inventory.select, selection)
-        if isinstance(hosts, UsageError):
-            assert hosts.hint
-        else:
-            assert len(set(names(hosts))) == len(hosts) > 0
-            assert not any(host.login.startswith("-") or " " in host.login for host in hosts)
-
-
-@fuzz
-@given(WORDS)
+@settings(database=None, deadline=None, max_examples=300)
+@given(st.one_of(st.text(max_size=30), st.text("node1234[]-,!*?@:.%ab \\", max_size=20)))
 def test_an_address_read_and_written_is_the_same(word: str) -> None:
     host = Host.ad_hoc(word)
     if host is not None:
         again = Host.ad_hoc(host.login)
         assert again is not None
         assert (again.destination, again.user, again.port) == (host.destination.strip("[]"), host.user, host.port)
-
-
-@fuzz
-@given(st.text())
-@example("a = " + "1" * 5000)
-@example("\ufeff")
-@example("[hosts.a]\nport = 0x" + "f" * 5000)
-def test_any_text_is_an_inventory_or_an_inventory_error(text: str) -> None:
-    assert isinstance(outcome(Inventory.parse, text), Inventory | InventoryError)
-
-
-@fuzz
-@given(
-    st.dictionaries(WORDS | st.just("local"), st.dictionaries(FIELDS | WORDS, VALUES, max_size=3) | VALUES, max_size=4),
-    st.dictionaries(FIELDS, VALUES, max_size=2),
-    st.dictionaries(WORDS, VALUES, max_size=4) | VALUES,
-)
-@pytest.mark.slow
-def test_any_document_is_an_inventory_or_an_inventory_error(hosts: object, defaults: object, groups: object) -> None:
-    tables = {"hosts": hosts, "defaults": defaults, "groups": groups}
-    inventory = outcome(
-        Inventory.parse, "".join(f"{key} = {_toml(table)}\n" for key, table in tables.items()), "inv.toml"
-    )
-    if isinstance(inventory, UsageError):
-        assert str(inventory).startswith("inv.toml:")
-        assert "not valid TOML" not in str(inventory)
-        first, *lines = str(inventory).splitlines()
-        assert len(lines) == (int(first.split()[1]) if first.endswith("mistakes") else 1)
-        return
-    assert inventory.select()
-    for host in inventory.hosts.values():
-        inventory.jump_chain(host)
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{_toml(key)} = {_toml(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    if isinstance(value, str):
-        return '"' + "".join(f"\\U{ord(char):08x}" for char in value) + '"'
-    return str(value).lower()

@@ -6,7 +6,7 @@ import pytest
 
 from skyfab.errors import InventoryError
 from skyfab.inventory.host import Host
-from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.slurm import read
 
 
 @pytest.mark.parametrize(
@@ -22,14 +22,11 @@ from skyfab.inventory.inventory import Inventory
     ],
 )
 def test_a_list_of_nodes_means_these_hosts(nodes: str, expected: str) -> None:
-    inventory = Inventory.from_slurm({"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_ID": "12"})
-    assert list(inventory.hosts) == expected.split()
-    assert inventory.hosts["gpu1" if nodes.startswith("gpu1") else expected.split()[0]].gpus == "auto"
-    assert str(inventory.source) == "slurm"
+    assert list(read({"SLURM_JOB_NODELIST": nodes, "SLURM_JOB_ID": "12"}).hosts) == expected.split()
 
 
 def test_the_variable_of_older_versions_is_read() -> None:
-    assert Inventory.from_slurm({"SLURM_NODELIST": "a[1-2]"}).hosts == {"a1": Host(name="a1"), "a2": Host(name="a2")}
+    assert read({"SLURM_NODELIST": "a[1-2]"}).hosts == {"a1": Host(name="a1"), "a2": Host(name="a2")}
 
 
 def test_the_parts_of_a_heterogeneous_job_are_groups() -> None:
@@ -39,22 +36,16 @@ def test_the_parts_of_a_heterogeneous_job_are_groups() -> None:
         "SLURM_JOB_NODELIST_HET_GROUP_0": "cpu1",
         "SLURM_JOB_NODELIST_HET_GROUP_1": "gpu[1-2]",
     }
-    inventory = Inventory.from_slurm(environ)
-    assert inventory.groups == {"het0": ("cpu1",), "het1": ("gpu1", "gpu2")}
+    assert read(environ).groups == {"het0": ("cpu1",), "het1": ("gpu1", "gpu2")}
     with pytest.raises(InventoryError, match="HET_GROUP_1 is not set"):
-        Inventory.from_slurm({**environ, "SLURM_JOB_NODELIST_HET_GROUP_1": ""})
+        read({**environ, "SLURM_JOB_NODELIST_HET_GROUP_1": ""})
 
 
 @pytest.mark.parametrize("environ", [{}, {"SLURM_JOB_ID": "7"}, {"SLURM_JOB_NODELIST": ""}])
 def test_outside_of_an_allocation_there_is_a_clear_error(environ: dict[str, str]) -> None:
     with pytest.raises(InventoryError, match="not inside a Slurm allocation: SLURM_JOB_NODELIST is not set") as caught:
-        Inventory.from_slurm(environ)
+        read(environ)
     assert "salloc" in str(caught.value.hint)
-
-
-def test_the_process_variables_are_used_by_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu7")
-    assert list(Inventory.from_slurm().hosts) == list(Inventory.of("slurm").hosts) == ["gpu7"]
 
 
 @pytest.mark.parametrize(
@@ -71,4 +62,4 @@ def test_the_process_variables_are_used_by_default(monkeypatch: pytest.MonkeyPat
 )
 def test_an_invalid_list_is_an_error(nodes: str, message: str) -> None:
     with pytest.raises(InventoryError, match=message):
-        Inventory.from_slurm({"SLURM_JOB_NODELIST": nodes})
+        read({"SLURM_JOB_NODELIST": nodes})

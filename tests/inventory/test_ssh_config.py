@@ -14,7 +14,13 @@ from skyfab.inventory.inventory import Inventory
 def aliases(text: str, folder: Path, pattern: str = "*") -> list[str]:
     path = folder / "config"
     path.write_bytes(text.encode())
-    return list(Inventory.from_ssh_config(pattern, path).hosts)
+    return list(read(path, pattern).hosts)
+
+
+def read(path: Path, pattern: str = "*") -> Inventory:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SKYFAB_SSH_CONFIG", str(path))
+        return Inventory.of(f"ssh_config:{pattern}")
 
 
 ENTRIES = {
@@ -85,15 +91,13 @@ def test_an_entry_has_these_aliases(text: str, expected: list[str], tmp_path: Pa
 def test_a_host_has_the_alias_as_its_name_and_leaves_the_rest_to_ssh(tmp_path: Path) -> None:
     path = tmp_path / "config"
     path.write_text("Host gpu\n  HostName 10.0.0.5\n  Port 2222\n  User ada\n  ProxyJump gate\n")
-    inventory = Inventory.from_ssh_config(path=path)
-    assert inventory.hosts == {"gpu": Host(name="gpu")}
-    assert inventory.source == path
+    assert read(path).hosts == {"gpu": Host(name="gpu")}
 
 
 def test_what_is_left_out_is_said_with_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "config"
     path.write_text("Host github.com\n  User git\nHost a all x@y\nHost b\n  HostName a")
-    left_out = Inventory.from_ssh_config(path=path).left_out
+    left_out = read(path).left_out
     assert left_out == {
         "github.com": '"User git" is a Git server',
         "all": "reserved in selections",
@@ -122,7 +126,7 @@ def test_only_aliases_that_are_certainly_one_machine_are_one_host(
 def test_bytes_that_are_no_text_are_left_to_ssh(tmp_path: Path) -> None:
     path = tmp_path / "config"
     path.write_bytes(b"# serveur d\xe9di\xe9\nHost web\n  HostName 10.0.0.5\n")
-    assert list(Inventory.from_ssh_config(path=path).hosts) == ["web"]
+    assert list(read(path).hosts) == ["web"]
 
 
 @pytest.mark.parametrize(
@@ -181,10 +185,10 @@ def test_the_users_file_comes_before_the_systems_unless_another_is_named(
     monkeypatch.delenv("SKYFAB_SSH_CONFIG")
     (tmp_path / ".ssh").mkdir()
     (tmp_path / ".ssh" / "config").write_text("Host mine")
-    assert next(iter(Inventory.from_ssh_config().hosts)) == "mine"
+    assert next(iter(Inventory.of("ssh_config").hosts)) == "mine"
     (tmp_path / "other").write_text("Host other")
     monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "other"))
-    assert list(Inventory.from_ssh_config().hosts) == ["other"]
+    assert list(Inventory.of("ssh_config").hosts) == ["other"]
 
 
 def test_a_file_that_includes_itself_is_read_once(tmp_path: Path) -> None:
@@ -193,7 +197,7 @@ def test_a_file_that_includes_itself_is_read_once(tmp_path: Path) -> None:
     (tmp_path / "b").write_text(f"Include {config}\nHost b")
     config.write_text(f"Host a\nInclude {tmp_path}/b")
     with pytest.raises(InventoryError, match="Too many recursive configuration includes"):
-        Inventory.from_ssh_config(path=config)
+        read(config)
 
 
 @pytest.mark.parametrize(
@@ -214,7 +218,7 @@ def test_what_ssh_rejects_is_reported_in_its_words(text: str, message: str, tmp_
 
 def test_a_file_that_is_named_must_be_there(tmp_path: Path) -> None:
     with pytest.raises(InventoryError, match="No such file"):
-        Inventory.from_ssh_config(path=tmp_path / "missing")
+        read(tmp_path / "missing")
 
 
 # Beside an inventory file

@@ -28,7 +28,7 @@ class Option:
 
     help: str
     value: str = "TEXT"
-    """What the help shows in place of a value."""
+    """What the help shows instead of a value."""
     short: str = ""
     """A short name, as f in -f."""
     least: int = 1
@@ -87,7 +87,7 @@ Where = Annotated[
     ),
 ]
 Workdir = Annotated[
-    str, Option("the working directory on the hosts: a path, temp (a temporary folder), or auto", "FOLDER")
+    str, Option("the working folder on the hosts: a path, temp (a temporary folder), or auto", "FOLDER")
 ]
 Detach = Annotated[bool, Option("start it and return")]
 
@@ -152,7 +152,7 @@ class Parameter:
         action = "append" if self.kind is list else _Join if self.option.joined else "store"
         if self.option.plain:
             plain = parser.add_argument(self.name, nargs="*", action=_Join, **common)
-            common["help"] = f"{self.option.value}, as an option"
+            common["help"] = f"the same as {self.option.value}"
             return [plain, parser.add_argument(*self.flags, dest=self.name, action=action, **common)]
         return [parser.add_argument(*self.flags, dest=self.name, action=action, **common)]
 

@@ -1,31 +1,30 @@
-"""`skyfab completion`: prints scripts with which shells complete commands, options, hosts and runs (made by shtab)."""
+"""`skyfab completion`: prints scripts with which shells complete commands, options and hosts (made by shtab)."""
 
 from __future__ import annotations
 
 from typing import Annotated, Final
 
-from skyfab.cli import run_history
 from skyfab.cli.command import Option, command
 from skyfab.errors import SkyfabError, UsageError
 
 _SHELLS: Final = ("bash", "zsh", "fish")
-_NAMES: Final = {"HOSTS": "hosts", "HOST": "hosts", "RUN": "runs"}
-"""What completes a value, by how the help shows that value."""
+_NAMES: Final = "hosts"
+"""What the scripts call instead of a shell: lists names."""
 
 
 @command
 def completion(shell: Annotated[str, Option("bash, zsh or fish", "SHELL")]) -> None:
-    """Print a script that completes what you type.
+    """Print a shell completion script.
 
-    It completes commands, options, hosts and groups of the inventory, aliases of ssh_config, and runs that were started
-    from this machine. It connects to no host. Put the line for your shell into its start-up file:
+    It completes commands, options, hosts and groups of the inventory, and aliases of ssh_config. It does not connect to
+    hosts. Put the line for your shell into its start-up file:
 
         eval "$(skyfab completion bash)"
         eval "$(skyfab completion zsh)"
         skyfab completion fish | source
     """
-    if shell in _NAMES.values():  # what the scripts call
-        print("\n".join(run_history.names() if shell == "runs" else _hosts()))
+    if shell == _NAMES:
+        print("\n".join(_hosts()))
     elif shell in _SHELLS:
         print(_script(shell))
     else:
@@ -41,10 +40,10 @@ def _script(shell: str) -> str:
 
     line = CommandLine(COMMANDS)
     for action in (one for actions in line.actions.values() for one in actions):
-        if action.metavar in _NAMES:
-            names = shtab.cmd(f"skyfab completion {_NAMES[action.metavar]} 2>/dev/null")
+        if action.metavar in ("HOSTS", "HOST"):
+            names = shtab.cmd(f"skyfab completion {_NAMES} 2>/dev/null")
             action.complete = names  # type: ignore[attr-defined]
-        elif action.nargs != 0:
+        elif action.nargs != 0 and action.metavar != "RUN":
             action.complete = shtab.FILE  # type: ignore[attr-defined]
     return str(shtab.complete(line.parser, shell))
 

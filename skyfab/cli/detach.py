@@ -8,7 +8,6 @@ from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
 from skyfab.calls.call import Call
-from skyfab.cli import run_history
 from skyfab.cli.sigterm import SIGTERM
 from skyfab.detached.run import Run
 from skyfab.pool.compute import Compute
@@ -58,8 +57,7 @@ def _asked(future: Future[Any]) -> str:
 def tell_how_to_attach(run: Run, name: str | None = None) -> None:
     """Prints the commands for a detached run, with the `name` that the user gave it, and its id to stdout."""
     short = run.id[:8]
-    run_history.note(run.id, run.name)
-    print(f"run {short} is still running on {', '.join(run.hosts)}", file=sys.stderr)
+    print(f"run {short} runs on {', '.join(run.hosts)}", file=sys.stderr)
     word = short if not name or name.startswith("-") else shlex.quote(name)
     for task in ("attach", "logs", "stop"):
         print(HINTS.adapted(f"  skyfab {task} {word}"), file=sys.stderr)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from typing import Annotated
 
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, command
+from skyfab.cli.report import print_json
 from skyfab.errors import UsageError
 from skyfab.ui.terminal import is_rich
 
@@ -24,7 +23,7 @@ def doctor(
 ) -> int:
     """Check hosts and the network between them, and suggest fixes.
 
-    Checks all hosts at once, over one connection each: login, shell, sshd, clock, names, limits, disk, GPUs and who
+    Checks all hosts in parallel, over one connection each: login, shell, sshd, clock, names, limits, disk, GPUs and who
     uses them; then whether the hosts reach each other, and how fast. docs/doctor.md explains each finding.
 
     Exits with 0 if there is nothing worse than advice, with 1 after a warning or failure, with 3 if a host is unusable.
@@ -46,7 +45,7 @@ def doctor(
     with asking(chosen, known, show=show) as asker:
         found = examined(asker, measured=measure)
     if json_:
-        print(json.dumps([asdict(one) for one in found], indent=2, ensure_ascii=False))
+        print_json(found)
     elif paste:
         import getpass
 

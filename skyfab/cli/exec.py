@@ -27,9 +27,9 @@ def exec_(
 ) -> int:
     """Run a shell command on every host.
 
-    Runs it with /bin/sh in the working directory, where run and put of this folder keep their files; on this machine,
-    in this folder. As with ssh, the words after -- are joined with spaces: quote what the remote shell should see.
-    Exits with 1 if the command fails on a host.
+    Runs it with /bin/sh in the working folder, where run and put keep the files of the current folder; on this machine,
+    in the current folder. As with ssh, the words after -- are joined with spaces: quote what the remote shell should
+    see. Exits with 1 if the command fails on a host.
 
         skyfab exec -- uptime
         skyfab exec node1 node2 -- ls -l ckpt

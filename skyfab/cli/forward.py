@@ -23,10 +23,10 @@ def forward(
         Option("the port on this machine; 0 for any", "PORT", least=0, default="the same one if it is free, else any"),
     ] = None,
 ) -> int:
-    """Reach a port of a host at 127.0.0.1, until Ctrl-C.
+    """Forward a port of a host to 127.0.0.1, until Ctrl-C.
 
     For TensorBoard or a notebook on the host. If the SSH connection breaks, open connections end, and new ones work
-    once it is back. Other users of this machine can connect, too.
+    once it is back. Other users of this machine can connect too.
 
         skyfab forward 6006 --host=node1
         skyfab forward 6006,8888 --host=node1

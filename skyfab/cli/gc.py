@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, command
+from skyfab.cli.report import print_json
 
 if TYPE_CHECKING:
     from skyfab.env.gc import Swept
@@ -23,10 +23,10 @@ def gc(
 ) -> None:
     """Remove unused files from the caches of hosts.
 
-    Removes environments, packages, interpreters, project files, logs, incomplete files, and the working directories of
-    projects with what functions have written to them; prints names and sizes. Keeps what a pool is using, and what was
-    used in the last hour; --days=0 removes everything else. --here removes wheels, locks and tools from the cache of
-    this machine; without a lock, the next pool resolves to the newest versions.
+    Removes environments, packages, interpreters, project files, logs, incomplete files, and the working folders of
+    projects with the files that functions wrote; prints names and sizes. Keeps what a pool is using or has used in the
+    last hour; --days=0 removes everything else. --here removes wheels, locks and tools from the cache of this machine;
+    without a lock, the next pool resolves to the newest versions.
 
         skyfab gc
         skyfab gc --days=0 --dry-run
@@ -40,17 +40,23 @@ def gc(
     from skyfab.session.fanout import one_error
 
     known, chosen = selected(hosts, inventory, quiet=json_) if hosts is not None or not here else (None, ())
-    found = [("here", sweep_here(days, dry_run=dry_run))] if here else []
+    found: list[tuple[str, Swept]] = []
     failures: list[SkyfabError] = []
+
+    def report(host: str, swept: Swept) -> None:
+        found.append((host, swept))
+        if not json_:
+            print(f"{host}: {swept}\n", end="", flush=True)  # in one piece: hosts reply at any time
+
+    if here:
+        report("here", sweep_here(days, dry_run=dry_run))
     if known is not None:
+        asked = question(days, dry_run=dry_run)
         with Asker(chosen, known) as asker:
-            outcomes = asker.ask(question(days, dry_run=dry_run))
-        found += [(one.host.name, one.answer) for one in outcomes if one.answer is not None]
+            outcomes = asker.each(lambda host: report(host.name, asker.ask_one(asked, host)))
         failures = [one.error for one in outcomes if one.error is not None]
     if json_:
-        print(json.dumps([_facts(*one) for one in found], indent=2, ensure_ascii=False))
-    for host, swept in found if not json_ else ():
-        print(f"{host}: {swept}")
+        print_json([_facts(*one) for one in sorted(found, key=lambda one: one[0])])
     if failures:
         raise one_error(failures, len(chosen))
 

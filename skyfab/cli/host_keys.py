@@ -141,7 +141,7 @@ def _agreed(entries: Sequence[Entry], keys: Mapping[str, set[str]], *, yes: bool
         return True
     if not sys.stdin.isatty():
         raise UsageError(
-            "no terminal to confirm at", hint="compare the fingerprints, then repeat the command with --yes"
+            "confirmation needs a terminal", hint="compare the fingerprints, then repeat the command with --yes"
         )
     return answer(f"record them in {entries[0].file}? [y/N] ").lower() in ("y", "yes")
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
+from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, command
 from skyfab.errors import HostUnfit, UsageError
 from skyfab.ui.hints import HINTS
@@ -36,7 +36,7 @@ def hosts(
 ) -> int:
     """Show the hosts and what they are doing, or why they cannot be used.
 
-    Shows system, Python, load, memory, disk, GPUs and who uses them, for all hosts at once. A narrow terminal shows
+    Shows system, Python, load, memory, disk, GPUs and who uses them. A narrow terminal shows
     fewer columns; --json has everything. Exits with 3 if a host cannot be used.
 
     A SOURCE is ssh_config, ssh_config:PATTERN, slurm, or the path of a hostfile, an Ansible inventory or an
@@ -62,7 +62,7 @@ def hosts(
     with asking(chosen, known, show=show) as asker:
         found = [Facts.of(outcome) for outcome in asker.ask(SURVEY)]
     if json_:
-        print(json.dumps([asdict(facts) for facts in found], indent=2, ensure_ascii=False))
+        report.print_json(found)
     else:
         show_facts(found)
     return 0 if all(facts.error is None for facts in found) else 3
@@ -94,8 +94,9 @@ def _show_source(source: str, hosts: str | None, *, as_toml: bool, as_json: bool
     if as_toml:
         print(found.to_toml(), end="")
     elif as_json:
-        listed = [{"name": one.name, "address": _address(one), "groups": groups.get(one.name, [])} for one in chosen]
-        print(json.dumps(listed, indent=2, ensure_ascii=False))
+        report.print_json(
+            [{"name": one.name, "address": _address(one), "groups": groups.get(one.name, [])} for one in chosen]
+        )
     else:
         rows = [(one.name, _address(one), ", ".join(groups.get(one.name, []))) for one in chosen]
         table(("host", "address", "groups"), rows)

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import Option
 from skyfab.errors import UsageError
@@ -22,12 +22,10 @@ Install = Annotated[str, Option("push (send packages from this machine), fetch (
 Python = Annotated[
     str,
     Option(
-        "a version, the path of an interpreter on the hosts to use as it is, or auto (this program's version)",
+        "a version, the path of an interpreter on the hosts to use unchanged, or auto (this program's version)",
         "VERSION|PATH",
     ),
 ]
-
-_INSTALL: Final[dict[str, Literal["auto", "push", "fetch"]]] = {"auto": "auto", "push": "push", "fetch": "fetch"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,14 +53,12 @@ class ImageOptions:
         wanted = [one for text in self.pip for one in _requirements(text)]
         if self.requirements is not None:
             wanted += listed(Path(self.requirements).expanduser())
-        if self.install not in _INSTALL:
-            raise UsageError(f"--install={self.install}", hint="auto, push or fetch")
         return Image(
             python=self.python,
             pip=tuple(wanted),
             pip_indexes=tuple(map(_index, self.index)),
             apt=tuple(name for text in self.apt for name in re.split(r"[,\s]+", text.strip()) if name),
-            install=_INSTALL[self.install],
+            install=self.install,  # type: ignore[arg-type]  # the image checks it
             lock=self.lock,
         )
 

@@ -31,12 +31,12 @@ def init(
         str | None,
         Option("aliases of ssh_config, patterns or addresses", "HOSTS", plain=True),
     ] = None,
-    yes: Annotated[bool, Option("do not ask: use all hosts, record keys, skip hosts that are not usable")] = False,
+    yes: Annotated[bool, Option("do not ask: use all hosts, record keys, skip unusable hosts")] = False,
 ) -> int:
     """Write an inventory.toml with the hosts that you already log in to.
 
     Reads ssh_config and known_hosts, runs a function on every host, and asks at most three questions: which hosts to
-    use, whether to record keys that ssh does not know yet, and whether to skip those that are not usable. Never changes
+    use, whether to record keys that ssh does not know yet, and whether to skip unusable hosts. Never changes
     an existing file. Exits with 3, and writes nothing, if no host can be used.
 
         skyfab init
@@ -82,7 +82,7 @@ def _known() -> Inventory:
     from skyfab.inventory.inventory import Inventory
 
     try:
-        found = Inventory.from_ssh_config()
+        found = Inventory.of("ssh_config")
     except SkyfabError as error:
         print(clean_lines(f"ssh_config: {error.message}"), file=sys.stderr)
         return Inventory(hosts={})
@@ -108,7 +108,7 @@ def _named(hosts: Sequence[Host]) -> list[Host]:
 
 def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ...]:
     """Those that were named; else asks. Without aliases in ssh_config, those of known_hosts are offered."""
-    from skyfab.inventory.known_hosts import has_hashed, names
+    from skyfab.inventory.known_hosts import names
     from skyfab.inventory.selection import some
 
     if hosts is not None:
@@ -116,9 +116,7 @@ def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ..
     others = [name for name in names() if name not in known.hosts]
     offered = list(known.hosts) or others
     if not offered:
-        what = "ssh_config has no hosts, and known_hosts has only hashed names"
-        if not has_hashed():
-            what = "neither ssh_config nor known_hosts has a host"
+        what = "no host names in ssh_config or known_hosts; hashed names are not readable"
         raise UsageError(what, hint="name some: skyfab init ada@10.0.0.5,ada@10.0.0.6")
     where = "ssh_config" if known.hosts else "known_hosts"
     print(clean(f"{where} has {len(offered)}: {some(offered)}", colour=False))
@@ -132,7 +130,7 @@ def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ..
 
 def _asked(question: str, hint: str) -> str:
     if not sys.stdin.isatty():
-        raise UsageError("no terminal to ask at", hint=hint)
+        raise UsageError("prompts need a terminal", hint=hint)
     from skyfab.ui.prompt import answer
 
     return answer(question)
@@ -160,7 +158,7 @@ def _recorded(hosts: list[Host], *, yes: bool) -> list[Host]:
     from skyfab.cli.host_keys import record
 
     if not yes and not sys.stdin.isatty():
-        raise UsageError("no terminal to confirm host keys at", hint="skyfab trust, or skyfab init --yes")
+        raise UsageError("confirming host keys needs a terminal", hint="skyfab trust, or skyfab init --yes")
     try:
         return hosts if record(hosts, known_hosts=None, replace=False, yes=yes) else []
     except SkyfabError as error:  # of some: the others are recorded

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from typing import Final
 
-from skyfab.calls.manifest import folders_above
+from skyfab.calls.modules import folders_above
 from skyfab.errors import UsageError
 
 _LOG: Final = logging.getLogger("skyfab")
@@ -42,7 +42,7 @@ def hand_over(script: Path) -> None:
     if (major, minor) != sys.version_info[:2]:
         ours = ".".join(map(str, sys.version_info[:2]))
         raise UsageError(
-            f"the project has Python {major}.{minor} ({python}) without skyfab, and this command runs Python {ours}",
+            f"the project has Python {major}.{minor} ({python}) without skyfab, but this command runs Python {ours}",
             hint="uv add skyfab",
         )
 

@@ -1,10 +1,11 @@
-"""`skyfab lab.up`, `lab.down` and `lab.status`: throw-away hosts on this machine."""
+"""`skyfab lab.up`, `lab.down` and `lab.status`: temporary hosts on this machine."""
 
 from __future__ import annotations
 
 import sys
 from typing import Annotated
 
+from skyfab.cli import report
 from skyfab.cli.command import Json, Option, command
 from skyfab.ui.hints import HINTS
 
@@ -21,9 +22,9 @@ def lab_up(
         ),
     ] = None,
 ) -> None:
-    """Start throw-away hosts on this machine.
+    """Start temporary hosts on this machine.
 
-    The hosts are called node1, node2 and so on; the last line of the output is the path of their inventory. As root on
+    The hosts are named node1, node2 and so on; the last line of the output is the path of their inventory. As root on
     Debian, installs the programs that it needs (openssh-server, iproute2).
 
         export SKYFAB_INVENTORY=$(skyfab lab.up --count=2)
@@ -41,9 +42,9 @@ def lab_up(
 
 @command
 def lab_down() -> None:
-    """Remove the throw-away hosts.
+    """Remove the temporary hosts.
 
-    Leaves no process, network or file of theirs behind.
+    Leaves no processes, networks or files of theirs.
 
         skyfab lab.down
     """
@@ -54,14 +55,13 @@ def lab_down() -> None:
 
 @command
 def lab_status(json_: Json = False) -> None:
-    """List the throw-away hosts.
+    """List the temporary hosts.
 
     Prints name, address, kind and state, one line for each host.
 
         skyfab lab.status
         skyfab lab.status --json
     """
-    import json
     import os
 
     from skyfab import lab
@@ -70,8 +70,7 @@ def lab_status(json_: Json = False) -> None:
     found = lab.status()
     if json_:
         fields = ("name", "kind", "user", "address", "port", "up")
-        shown = [{name: getattr(host, name) for name in fields} for host in found]
-        print(json.dumps(shown, indent=2, ensure_ascii=False))
+        report.print_json([{name: getattr(host, name) for name in fields} for host in found])
         return
     for host in found:
         print(host)

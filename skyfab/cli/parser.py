@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 import shlex
 import shutil
 import textwrap
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
+from skyfab._util.suggest import nearest
 from skyfab.cli.command import Command
 from skyfab.errors import UsageError
 from skyfab.ui.hints import HINTS
 
 _WIDEST: Final = 100
 """Columns of text that are still comfortable to read."""
-_VERBOSE: Final = "show ssh commands, what is waited for, and whole tracebacks"
+_VERBOSE: Final = "show ssh commands, what the program waits for, and full tracebacks"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,6 @@ class Line:
     rest: Sequence[str] = ()
     """The words for the program that the command runs."""
     verbose: bool = False
-    version: bool = False
 
 
 class Parser(argparse.ArgumentParser):
@@ -88,7 +87,7 @@ class CommandLine:
         if unknown:
             raise UsageError(f"unknown option {unknown[0]}", hint=f"{HINTS.program} --help")
         if at == len(words):
-            return Line(command="", values={}, version=general.version)
+            return Line(command="", values={})
         name, given = words[at], words[at + 1 :]
         if name not in self._commands:
             raise self._unknown_command(name, given)
@@ -112,7 +111,7 @@ class CommandLine:
         return Line(command=name, values=values, rest=rest, verbose=verbose)
 
     def _unknown_command(self, name: str, words: Sequence[str]) -> UsageError:
-        near = _nearest(name.lower(), self._commands)
+        near = nearest(name.lower(), self._commands)
         if name.partition(":")[0].endswith(".py"):
             near, words = "run", [name, *words]
         elif words and f"{name}.{words[0]}" in self._commands:
@@ -127,18 +126,13 @@ class CommandLine:
             return UsageError(f"unexpected argument {unknown[0]!r}", hint=help_)
         name, equals, value = word.partition("=")
         known = [flag for action in self.actions[command] for flag in action.option_strings]
-        near = _nearest(name.replace("_", "-"), known)
+        near = nearest(name.replace("_", "-"), known)
         typed = [f"{near}{equals}{value}" if one == word else one for one in words]
         return UsageError(f"unknown option {name}", hint=f"did you mean: {_typed(command, *typed)}" if near else help_)
 
 
 def _typed(*words: str) -> str:
     return shlex.join([*HINTS.program.split(), *words])
-
-
-def _nearest(word: str, known: Iterable[str]) -> str | None:
-    names = {each.lstrip("-"): each for each in known}
-    return next((names[one] for one in difflib.get_close_matches(word.lstrip("-"), names, 1, 0.65)), None)
 
 
 class _Formatter(argparse.HelpFormatter):

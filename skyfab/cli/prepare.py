@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import InventoryFile, Json, NamedHosts, Option, command
 from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
+from skyfab.cli.report import print_json
 from skyfab.errors import PoolError, SkyfabError, UsageError
 
 if TYPE_CHECKING:
     from skyfab.calls.image import Image
-    from skyfab.env.facts import Target
     from skyfab.env.lock import Lock
     from skyfab.inventory.host import Host
     from skyfab.inventory.inventory import Inventory
@@ -38,9 +37,9 @@ def prepare(
     ] = None,
     json_: Json = False,
 ) -> None:
-    """Build an environment in advance, on all hosts at once.
+    """Build an environment in advance, on all hosts in parallel.
 
-    Programs whose Image(pip=…, pip_indexes=…, apt=…) says the same find it ready.
+    Programs with the same Image(pip=…, pip_indexes=…, apt=…) find it ready.
 
         skyfab prepare --pip=numpy,torch
         skyfab prepare --hosts=gpu --requirements=requirements.txt --lock=pylock.toml
@@ -97,17 +96,8 @@ def _build(image: Image, hosts: Sequence[Host], inventory: Inventory, *, as_json
 # ---- the result
 
 
-class _Made(NamedTuple):
-    """What an image resolves to on one host."""
-
-    host: Host
-    target: Target
-    lock: Lock
-    digest: str
-
-
-def _made(image: Image, hosts: Sequence[Host]) -> dict[str, _Made]:
-    """What the pool used: the facts about the hosts, and the locks made for them, are cached."""
+def _made(image: Image, hosts: Sequence[Host]) -> dict[str, tuple[Lock, str]]:
+    """The lock of the image and the digest of its environment, by host, as the pool has used and cached them."""
     from skyfab.env import facts_cache
     from skyfab.env.facts import Target
     from skyfab.env.prepare import Preparation
@@ -118,8 +108,8 @@ def _made(image: Image, hosts: Sequence[Host]) -> dict[str, _Made]:
     targets = [(host, Target.of(said, plan.python)) for host, said in facts if said is not None]
     for host, target in targets:
         plan.meet(host, target)
-    locks = [(host, target, plan.known_lock(target)) for host, target in targets]
-    return {host.name: _Made(host, target, lock, plan.digest(lock)) for host, target, lock in locks if lock is not None}
+    locks = [(host, plan.known_lock(target)) for host, target in targets]
+    return {host.name: (lock, plan.digest(lock)) for host, lock in locks if lock is not None}
 
 
 def _show(
@@ -135,14 +125,15 @@ def _show(
     found, rows, made = [], [], _made(image, hosts)
     for host in hosts:
         error = errors.get(host.name)
-        one = made.get(host.name) if error is None else None
+        lock, digest = made.get(host.name, (None, "")) if error is None else (None, "")
         spent = round(seconds.get(host.name, 0.0), 1)
-        digest, count = (one.digest, len(one.lock.wheels)) if one else (None, None)
-        found.append({"host": host.name, "environment": digest, "packages": count, "seconds": spent, "error": error})
+        count = len(lock.wheels) if lock else None
+        about = {"host": host.name, "environment": digest or None, "packages": count}
+        found.append({**about, "seconds": spent, "error": error})
         cells = (digest[:12], str(count)) if digest else ("–", "–")
         rows.append((host.name, *cells, f"{spent:.1f}", error.partition("\n")[0] if error else "ready"))
     if as_json:
-        print(json.dumps(found, indent=2, ensure_ascii=False))
+        print_json(found)
     else:
         table(("host", "environment", "packages", "seconds", "state"), rows, right=("packages", "seconds"))
 
@@ -151,14 +142,14 @@ def _write_lock(path: Path, image: Image, hosts: Sequence[Host], *, quiet: bool 
     """Writes the pylock.toml that the image resolves to. Raises UsageError if the hosts need different locks."""
     from skyfab._util import atomic
 
-    groups: dict[str, list[_Made]] = {}
-    for one in _made(image, hosts).values():
-        groups.setdefault(one.lock.text, []).append(one)
+    groups: dict[str, list[str]] = {}
+    made = _made(image, hosts)
+    for host, (lock, _) in made.items():
+        groups.setdefault(lock.text, []).append(host)
     if len(groups) != 1:
-        kinds = [f"  {','.join(one.host.name for one in group)}: {_kind(group[0])}" for group in groups.values()]
         raise UsageError(
-            "\n".join(["these hosts need different packages: one lock does not fit all", *kinds]),
-            hint="write one for each: skyfab prepare --hosts=… --lock=…",
+            f"these hosts need different packages, one lock for each: {' | '.join(map(','.join, groups.values()))}",
+            hint="skyfab prepare --hosts=… --lock=…",
         )
     (text,) = groups
     try:
@@ -166,15 +157,8 @@ def _write_lock(path: Path, image: Image, hosts: Sequence[Host], *, quiet: bool 
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
     if not quiet:
-        print(f"{path}: {len(groups[text][0].lock.wheels)} packages; use it with Image(lock={str(path)!r})")
-
-
-def _kind(one: _Made) -> str:
-    """Describes a host, as far as packages depend on it."""
-    from skyfab.env.uv import described
-
-    gpus = (("NVIDIA driver", one.target.driver), ("ROCm", one.target.rocm))
-    return ", ".join([described(one.target), *(f"{name} {version}" for name, version in gpus if version)])
+        wheels = made[groups[text][0]][0].wheels
+        print(f"{path}: {len(wheels)} packages; use it with Image(lock={str(path)!r})")
 
 
 # ---- newer versions
@@ -182,7 +166,7 @@ def _kind(one: _Made) -> str:
 
 def _look_for_newer(image: Image, hosts: Sequence[Host], inventory: Inventory) -> None:
     """Resolves again for each kind of host; the pool then uses the new locks. The pool reports unreachable hosts."""
-    from skyfab.env import facts_cache, probe
+    from skyfab.env import facts_cache
     from skyfab.env.facts import Target
     from skyfab.env.lock import make_lock
     from skyfab.session.bootstrap import local_python, open_shell
@@ -191,9 +175,7 @@ def _look_for_newer(image: Image, hosts: Sequence[Host], inventory: Inventory) -
 
     def target(host: Host) -> Target:
         with open_shell(host, transport_for(host, inventory)) as shell:
-            facts = probe.parse(shell.run(probe.script()))
-        facts_cache.remember(host, facts)
-        return Target.of(facts, local_python())
+            return Target.of(facts_cache.probe(host, shell), local_python())
 
     found = for_each_host(target, hosts)
     together = sorted({one for one in found if not isinstance(one, Raised)}, key=repr)

@@ -31,7 +31,8 @@ class ProjectSettings:
     @classmethod
     def of(cls, script: Path) -> ProjectSettings:
         """Those of the nearest pyproject.toml with such a table. Raises UsageError with every mistake in it."""
-        from skyfab.calls.manifest import folders_above, read
+        from skyfab.calls.manifest import read
+        from skyfab.calls.modules import folders_above
 
         for folder in folders_above(script):
             if (file := folder / "pyproject.toml").is_file():

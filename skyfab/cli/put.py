@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import InventoryFile, NamedHosts, Option, command
@@ -26,19 +25,21 @@ def put(
 ) -> None:
     """Copy a file or folder to every host.
 
-    Relative paths on the hosts start in the working directory, which the programs that you start in this folder see,
-    too. Without --to, the path is the same as on this machine. Does not send files that are already there with the same
-    content, and resumes what was interrupted.
+    Relative paths on the hosts are in the working folder, which programs that you start in the current folder use too.
+    Without --to, the path is the same as on this machine. Skips files that the hosts already have with the same
+    content, and resumes interrupted transfers.
 
         skyfab put data --hosts=gpu
         skyfab put model.pt --hosts=node1 --to=/scratch/models/
     """
-    from skyfab.cli.script_argument import near
+    from skyfab._util.suggest import similar_path
+    from skyfab.pool.files import local_path
 
-    if not Path(path).expanduser().exists():
-        if Path(path).expanduser().is_symlink():
-            raise UsageError(f"broken link: {path} points to {Path(path).expanduser().readlink()}")
-        raise UsageError(f"no such file or folder: {path}", hint=near(Path(path).expanduser()))
+    local = local_path(path)
+    if not local.exists():
+        if local.is_symlink():
+            raise UsageError(f"broken link: {path} points to {local.readlink()}")
+        raise UsageError(f"no such file or folder: {path}", hint=similar_path(local))
     with _pool(hosts, inventory) as compute:
         _tell(compute.upload(path, to=to))
 
@@ -52,9 +53,9 @@ def get(
 ) -> None:
     """Copy files and folders from hosts.
 
-    Relative paths start in the working directory on the hosts, and are kept below the folder on this machine; quote
-    patterns. From several hosts, puts files into a folder for each host. Does not fetch files that are already here
-    with the same content, and resumes what was interrupted.
+    Relative paths are in the working folder on the hosts, and are kept below the folder on this machine; quote
+    patterns. From several hosts, puts files into a folder for each host. Skips files that this machine already has with
+    the same content, and resumes interrupted transfers.
 
         skyfab get 'ckpt/*' --hosts=node1
         skyfab get /var/log/syslog --hosts=gpu --to=logs

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
-from typing import Final
+from dataclasses import asdict
+from typing import Any, Final
 
 from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError
 from skyfab.ui.hints import HINTS
@@ -14,6 +16,11 @@ _OPTIONS: Final = (
     (r"Image\((\w+)=(?:\[?'([^']*)'\]?|(…))\)", r"--\1=\2\3"),
 )
 """What errors say about arguments of `Image`, and the options of the command line for them."""
+
+
+def print_json(value: Any) -> None:
+    """Prints what `--json` asks for; dataclasses in it are objects."""
+    print(json.dumps(value, default=asdict, indent=2, ensure_ascii=False))
 
 
 def is_expected(error: BaseException) -> bool:
@@ -36,7 +43,7 @@ def text(error: BaseException) -> str:
 
 
 def as_options(line: str) -> str:
-    """The line with options of the command line in place of arguments of `Image`.
+    """The line with options of the command line instead of arguments of `Image`.
 
     >>> as_options("Image(pip=…), Image(python='3.11'), Image(pip=['numpy']), PipIndex('URL', packages=('a', '…'))")
     '--pip=…, --python=3.11, --pip=numpy, --index=URL=a,…'

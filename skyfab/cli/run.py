@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from collections.abc import Sequence
@@ -58,14 +59,14 @@ def run(
     """Run a script on every rank, as torchrun would.
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on: scripts written for torchrun need no change. Sends the
-    modules that the script imports; --sync sends data, too. Files that the script writes stay on the hosts, in a folder
-    that belongs to this one (--workdir=temp: a temporary folder). --get fetches them, also after a failure or Ctrl-C;
-    from several hosts, into a folder for each host. Without --get, the command to fetch them is printed. Without hosts
-    and inventory, two ranks run on this machine, in this folder. Exits with 1 if a rank fails.
+    modules that the script imports; --sync sends data too. Files that the script writes stay on the hosts, in the
+    working folder (--workdir=temp: a temporary folder). --get fetches them, even after a failure or Ctrl-C; from
+    several hosts, into a folder for each host. Without --get, prints the command to fetch them. Without hosts and
+    inventory, two ranks run on this machine, in the current folder. Exits with 1 if a rank fails.
 
     Installs the packages that the options name; otherwise those of the script's PEP 723 block, of pyproject.toml with
     uv.lock, or of requirements.txt; otherwise uses the hosts' own Python. [tool.skyfab] in pyproject.toml sets defaults
-    for the options. At a terminal, Ctrl-C asks whether to stop the run or to detach it.
+    for the options. At a terminal, Ctrl-C asks whether to stop or detach the run.
 
         skyfab run --hosts=node1,node2 train.py --epochs 3
         skyfab run --hosts=node1 --sync --get='ckpt/*' train.py
@@ -83,16 +84,16 @@ def run(
     from skyfab.plugins.base import Torchrun
     from skyfab.pool.compute import Compute
 
-    script, function = _parsed(target, arguments)
+    script, function = _parsed(target, arguments, hosts)
     if detach and get:
         raise UsageError(
-            "--get fetches files at the end of the run, and --detach does not wait for it",
+            "--get fetches files at the end of the run, but --detach does not wait for it",
             hint="fetch them later: skyfab get PATTERN",
         )
     if not no_project:
         hand_over(script)
     settings = ProjectSettings.of(script)
-    hosts = hosts or (settings.hosts if inventory is None else None)
+    hosts = hosts or settings.hosts
     ranks = ranks or settings.ranks
     found, chosen = selected(hosts, inventory or settings.inventory)
     if hosts is None and found.source is None:
@@ -155,21 +156,33 @@ def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
                 print(report, file=sys.stderr)
 
 
-def _parsed(target: str, arguments: Sequence[str] = ()) -> tuple[Path, str]:
-    from skyfab.cli.script_argument import check_function, near
+def _parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None) -> tuple[Path, str]:
+    from skyfab._util.suggest import similar_path
 
     name, colon, function = target.partition(":")
     script = Path(name).expanduser()
     if not script.is_file():
         why = "not a file" if script.is_dir() else "no such file"
-        hint = near(script, ".py") or "skyfab run --help"
+        hint = similar_path(script, ".py") or "skyfab run --help"
         if arguments and arguments[0].partition(":")[0].endswith(".py"):
-            hint = f"to name hosts: skyfab run --hosts={shlex.join([name, *arguments])}"
+            named = f"{hosts},{name}" if hosts else name
+            hint = f"to name hosts: skyfab run --hosts={shlex.join([named, *arguments])}"
         raise UsageError(f"{why}: {name}", hint=hint)
     if script.suffix != ".py":
         raise UsageError(f"not a Python file (.py): {name}", hint="to run other commands: skyfab exec")
     if colon and not function.isidentifier():
         raise UsageError(f"not a function name: {function!r}", hint=f"skyfab run {shlex.quote(f'{name}:main')}")
     if function:
-        check_function(script, name, function)
+        _check_function(script, name, function)
     return script.resolve(), function
+
+
+def _check_function(script: Path, name: str, function: str) -> None:
+    """Raises UsageError if the file cannot have this function: its name does not occur there."""
+    from skyfab._util.suggest import did_you_mean
+
+    text = script.read_text(encoding="utf-8", errors="replace")
+    if not re.search(rf"\b{function}\b|import \*|__getattr__|globals\(", text):
+        defined = re.findall(r"^(?:async +)?def +(\w+)", text, re.MULTILINE)
+        hint = did_you_mean(f"{name}:{function}", [f"{name}:{one}" for one in defined])
+        raise UsageError(f"{name} has no function {function}", hint=hint)

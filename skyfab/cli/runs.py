@@ -38,18 +38,16 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
         skyfab runs node1
         skyfab runs --hosts=gpu --json
     """
-    import json
-
     from skyfab.cli.host_selection import selected
     from skyfab.detached.run import survey
 
     found, errors = survey(*selected(hosts, inventory, quiet=json_, here=True))
     if json_:
-        print(json.dumps([facts_of(run) for run in found], indent=2, ensure_ascii=False))
+        report.print_json([facts_of(run) for run in found])
     elif found:
         show_runs(found)
     elif not errors:
-        print("no runs found", file=sys.stderr)
+        print(HINTS.adapted("no runs found; of other hosts: skyfab runs --inventory=FILE"), file=sys.stderr)
     for error in errors:
         print(report.text(error), file=sys.stderr)
     return 3 if errors else 0
@@ -109,7 +107,7 @@ def logs(
     hosts: RunHosts = None,
     inventory: InventoryFile = None,
     follow: Annotated[bool, Option("print new lines until the run has ended", short="f")] = False,
-    rank: Annotated[int | None, Option("print the lines of this rank only", "N", least=0, default="all")] = None,
+    rank: Annotated[int | None, Option("print only the lines of this rank", "N", least=0, default="all")] = None,
     tail: Tail = None,
     since: Since = None,
     timestamps: Timestamps = False,
@@ -135,6 +133,8 @@ def logs(
         if sys.stderr.isatty():
             print(file=sys.stderr)  # after the ^C that the terminal shows
         return 130
+    if found.state == "failed":
+        print(HINTS.adapted(f"the run failed; to see why: skyfab attach {id_}"), file=sys.stderr)
     return 0
 
 
@@ -149,7 +149,7 @@ def attach(
 ) -> int:
     """Follow a detached run until it has ended.
 
-    Ctrl-C leaves the run alone. Exits with 1 if the run failed, and shows why.
+    Ctrl-C stops following, but not the run. Exits with 1 if the run failed, and shows why.
 
         skyfab attach 3f2a91c0
         skyfab attach night --tail=20
@@ -194,23 +194,25 @@ def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
     where = {number: part.host for part in run.parts for number in part.about.ranks}
     shown = line_format(sys.stdout, sys.stderr)
     together = is_rich(sys.stdout, sys.stderr)
-    has_failed = run.state in ("failed", "lost")
 
     def tell_failure(host: str, rank: int) -> None:
         text = f"{host}[{rank}] has failed, the other ranks are still running; to stop them: skyfab stop {run.id[:8]}"
         print(HINTS.adapted(clean(text, colour=False)), file=sys.stderr)
 
     for line in run.lines(trouble=_tell, failed=tell_failure, **options):
-        if is_noise(line.text) and not has_failed:
+        if is_noise(line.text):
             continue
-        moment = f"{time.strftime('%m-%d %H:%M:%S', time.localtime(line.time))}.{int(line.time * 1000) % 1000:03d} "
         event = Output(
             host=where.get(line.rank, "?"),
             rank=None if run.world_size == 1 else line.rank,
             stream="stdout" if line.stream == "out" else "stderr",
-            text=(moment if timestamps else "") + settled(line.text),
+            text=(_stamp(line.time) if timestamps else "") + settled(line.text),
         )
         put(sys.stdout if line.stream == "out" or together else sys.stderr, shown(event))
+
+
+def _stamp(seconds: float) -> str:
+    return f"{time.strftime('%m-%d %H:%M:%S', time.localtime(seconds))}.{int(seconds * 1000) % 1000:03d} "
 
 
 def _tell(error: SkyfabError) -> None:
@@ -231,7 +233,7 @@ def stop(id_: RunName, hosts: RunHosts = None, inventory: InventoryFile = None) 
 
     found = attach(id_, hosts, inventory=inventory)
     if found.has_ended:
-        print(f"{found.id[:8]} has already ended: {found.state}  {clean(found.name, colour=False)}")
+        print(f"{found.id[:8]} {clean(found.name, colour=False)} has already ended: {found.state}")
         return
     found.stop()
     print(f"{found.id[:8]}  {found.status}  {clean(found.name, colour=False)}")

@@ -30,9 +30,9 @@ def ssh(
 ) -> None:
     """Open a shell on a host.
 
-    Starts in the working directory, where run and put of this folder keep their files, with the setup lines and
-    variables of a run, and with the programs of this project's environment first in PATH. Becomes the ssh program,
-    which asks for passwords itself. Exits with the shell's exit code.
+    Starts in the working folder, where run and put keep the files of the current folder, with the setup lines and
+    variables of a run, and with this project's environment first in PATH. Replaces itself with ssh, which prompts for
+    passwords. Exits with the shell's exit code.
 
         skyfab ssh node1
         skyfab ssh node1 -- python -c 'import torch; print(torch.__version__)'

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 
 from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Json, command
@@ -15,7 +13,7 @@ from skyfab.ui.terminal import clean_lines
 def stacks(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = False) -> int:
     """Show what all ranks are doing, identical stacks grouped.
 
-    Shows the Python stack of each of your ranks on the hosts, whichever program started it, also if it hangs in a
+    Shows the Python stack of each of your ranks on the hosts, whichever program started it, even if it hangs in a
     collective: "3 ranks in all_reduce at …, 1 rank in load at …". Does not disturb the ranks. Exits with 3 if a host
     does not answer.
 
@@ -33,7 +31,7 @@ def stacks(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = F
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     alike = groups([stack for outcome in outcomes for stack in outcome.answer or ()])
     if json_:
-        print(json.dumps([asdict(stack) for group in alike for stack in group], indent=2, ensure_ascii=False))
+        report.print_json([stack for group in alike for stack in group])
     for group in alike if not json_ else ():
         print(clean_lines(describe(group)))
     if not alike and not json_:

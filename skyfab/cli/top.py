@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
+from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Option, command
 from skyfab.cli.sigterm import SIGTERM
 from skyfab.ui.terminal import is_rich
@@ -68,8 +67,7 @@ def _once(inventory: Inventory, hosts: Sequence[Host], *, as_json: bool) -> int:
     runs = runs_of(parts, inventory, hosts, "data")
     found = [Facts.of(one) for one in surveys]
     if as_json:
-        document = {"hosts": [asdict(facts) for facts in found], "runs": [facts_of(run) for run in runs]}
-        print(json.dumps(document, indent=2, ensure_ascii=False))
+        report.print_json({"hosts": found, "runs": [facts_of(run) for run in runs]})
     else:
         show_facts(found)
         if runs:

@@ -54,7 +54,7 @@ def train(
     model = digits.untrained()
     before = digits.evaluate(model, data.x_test, data.y_test)
     _say(f"{len(data.y_train)} handwritten digits to learn from, {len(data.y_test)} held out")
-    _say(f"untrained, the model reads {_percent(before)} of those right")
+    _say(f"before training, the model classifies {_percent(before)} of those correctly")
 
     opening = time.monotonic()
     with pool as compute:
@@ -70,8 +70,8 @@ def train(
     model = trained[0].model  # the same on all ranks
     after = digits.evaluate(model, data.x_test, data.y_test)
     _plot(trained[0].history)
-    _say(f"evaluated here: {_percent(before)} before, {_percent(after)} after")
-    _say(f"connect {calling - opening:.1f} s, train {done - calling:.1f} s, {time.monotonic() - started:.1f} s in all")
+    _say(f"evaluated locally: {_percent(before)} before, {_percent(after)} after")
+    _say(f"connect {calling - opening:.1f} s, train {done - calling:.1f} s, {time.monotonic() - started:.1f} s total")
 
 
 def _digits() -> Any:

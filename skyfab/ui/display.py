@@ -20,7 +20,6 @@ def attach(
     *,
     stdout: TextIO | None = None,
     stderr: TextIO | None = None,
-    clock: Callable[[], float] = time.monotonic,
     timeout: float = TIMEOUT,
     on_closed: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
@@ -28,17 +27,17 @@ def attach(
 
     `auto` is a display of its own in a notebook, `rich` if stdout and stderr are both a capable terminal, else `plain`.
     A thread that emits an event waits up to `timeout` seconds for a slow output. `on_closed` is called, on another
-    thread, when the output is a pipe that is not read any more.
+    thread, when the output is a pipe that is no longer read.
     """
     files = stdout or sys.stdout, stderr or sys.stderr
     rich = kind == "rich" or (kind == "auto" and is_rich(*files))
     view: View
     if kind == "auto" and stdout is stderr is None and is_notebook():
-        view = NotebookView(files[0], clock, timeout, events.waiting)
+        view = NotebookView(files[0], time.monotonic, timeout, events.waiting)
     elif rich:
-        view = Screen(files[0], clock, timeout, events.waiting)
+        view = Screen(files[0], time.monotonic, timeout, events.waiting)
     else:
-        view = Plain(stdout, stderr, clock, timeout)
+        view = Plain(stdout, stderr, time.monotonic, timeout)
     view.on_closed = on_closed
     unsubscribe = events.subscribe(view)
 

@@ -150,7 +150,7 @@ class Moved(Event):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FilesWritten(Event):
-    """Emitted when a pool closes and its functions have written files in a persistent working directory."""
+    """Emitted when a pool closes and its functions have written files in a persistent working folder."""
 
     path: str
     """The folder, on the host."""
@@ -182,7 +182,7 @@ class Waiting:
     def __init__(self) -> None:
         self._threads: list[None] = []  # a list, because it can be changed atomically without a lock
         self.over: Callable[[], None] | None = None
-        """Called when no thread waits any more: a view that has drawn something for them erases it."""
+        """Called when no thread waits: a view that has drawn something for them erases it."""
 
     def __enter__(self) -> None:
         self._threads.append(None)

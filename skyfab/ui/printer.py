@@ -43,8 +43,6 @@ TIMEOUT: Final = 2.0
 """Most seconds that the emitting thread waits for the output."""
 _MOST: Final = 16 * 1024 * 1024
 """Most characters that are buffered for a slow output. Beyond that the emitting thread waits for it."""
-_MOST_HELD: Final = 200
-"""Lines that are held back."""
 _OVERHEAD: Final = 100
 """Memory that a line takes besides its characters."""
 _SPARSE: Final = 5.0
@@ -90,13 +88,11 @@ class View(ABC):
         """The last state of each host, in the order of their first events."""
         self._bars: dict[tuple[str, int | None, str], Output] = {}
         """Progress bars: lines to be overwritten that have not been yet, one for each rank and stream."""
-        self._held: deque[Output] = deque(maxlen=_MOST_HELD)
-        """Lines of frameworks that say nothing unless the call fails."""
         self._imports = Imports(clock)
         self._lines: deque[Line] = deque()
         self._waiting = 0
         self._dropped = 0
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler may make a call
         self._writing = threading.Lock()
         self._thread: threading.Thread | None = None
         self._wake = threading.Event()
@@ -104,7 +100,7 @@ class View(ABC):
         self._over = threading.Event()
         self._deaf = False
         self.on_closed: Callable[[], None] = lambda: None
-        """Called when the output is not read any more."""
+        """Called when the output is no longer read."""
         self._progress = threading.Condition()
         self._asked = self._written = 0
         """Number of requests to write all text, and the last request that is fulfilled."""
@@ -139,7 +135,6 @@ class View(ABC):
             if isinstance(event, CallEnded):
                 self._imports.take(event)
                 self._settle(event.host)
-                self._release(event)
         elif isinstance(event, Importing):
             self._imports.take(event)
             self._waiting += 1
@@ -148,22 +143,13 @@ class View(ABC):
 
     def _output(self, event: Output) -> None:
         if is_noise(event.text):
-            self._held.append(event)
             return
         bar = self._bars.pop((event.host, event.rank, event.stream), None) if self._bars else None
         # An empty line after a bar only ends it; any other line replaces the bar.
         self._say(event.stream, self.line(event if bar is None or event.text else bar))
 
-    def _release(self, event: CallEnded) -> None:
-        """Shows the lines that were held back for a host whose call failed, and forgets those of one that did not."""
-        held = [one for one in self._held if one.host == event.host]
-        for one in held:
-            self._held.remove(one)
-            if event.error is not None:
-                self._say(one.stream, self.line(one))
-
     def _settle(self, host: str | None = None) -> None:
-        """Writes the progress bars of a host, or of all, as they are: nothing will update them any more."""
+        """Writes the progress bars of a host, or of all, as they are: nothing will update them again."""
         for key, bar in list(self._bars.items()):
             if host in (None, bar.host):
                 del self._bars[key]

@@ -19,7 +19,7 @@ _PACE: Final = 100
 
 
 class Terminal:
-    """The terminal of this program, as far as questions and drawing have to take turns there. Thread-safe."""
+    """The terminal of this program, on which questions and drawing take turns. Thread-safe."""
 
     def __init__(self) -> None:
         self._drawing = threading.Lock()

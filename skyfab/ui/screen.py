@@ -1,19 +1,24 @@
-"""`Screen`: shows a pool's events live on a terminal. Also draws small charts."""
+"""`Screen`: shows a pool's events live on a terminal, with a line for each call that takes long. Also draws charts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Final, TextIO
 
+from skyfab._util.sizes import counted
 from skyfab.errors import located
 from skyfab.ui.events import CallEnded, CallStarted, HostState, Mapped, Moved, Output, State, Waiting
-from skyfab.ui.live_calls import Calls
-from skyfab.ui.printer import TIMEOUT, Line, View
+from skyfab.ui.printer import TIMEOUT, Imports, Line, View
 from skyfab.ui.prompt import TERMINAL
-from skyfab.ui.terminal import RESET, LiveLines, clean, has_colours, put
+from skyfab.ui.terminal import RESET, LiveLines, clean, fitting, has_colours, put
 
 _TICK: Final = 0.1
 """Seconds between updates of the live lines on a terminal."""
+_AFTER: Final = 1.0
+"""Seconds after which a call is shown: most are shorter."""
+_MOST_CALLS: Final = 4
+"""Lines of calls."""
 _COLUMNS: Final = "▁▂▃▄▅▆▇█"
 _SPINNER: Final = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _COLOURS: Final = tuple(f"\x1b[{code}m" for code in (36, 32, 33, 35, 34, 96, 92, 93, 95, 94))
@@ -34,7 +39,7 @@ class Screen(View):
     ) -> None:
         """`waiting` is true while the program waits for a call, and so prints nothing itself."""
         super().__init__(clock, timeout)
-        self._calls = Calls(clock, self._imports)
+        self._calls = _Calls(clock, self._imports)
         self._waits = Waiting() if waiting is None else waiting
         self._file = file
         self._live = LiveLines()
@@ -44,7 +49,7 @@ class Screen(View):
         self._details: dict[str, str] = {}
         """Hosts that are connecting or being prepared, and the current step."""
         self._silent: dict[str, tuple[float, float]] = {}
-        """Hosts that do not answer: since when, and for how many seconds they are waited for."""
+        """Hosts that do not answer: since when, and the seconds until they are lost."""
         self._ready: list[str] = []
         self._since = 0.0
 
@@ -96,7 +101,8 @@ class Screen(View):
         if host not in self._silent:
             return self._details[host]
         since, limit = self._silent[host]
-        return f"{self._details[host]} · {self._clock() - since:.0f} s ago · lost after {limit:g} s without an answer"
+        passed = self._clock() - since
+        return f"{self._details[host]} · reconnecting for {passed:.0f} s, lost in {max(0, limit - passed):.0f} s"
 
     def _running(self, event: CallStarted | CallEnded | Mapped) -> None:
         if self._calls.take(event):
@@ -142,6 +148,80 @@ class Screen(View):
 
     def _restless(self) -> float | None:
         return _TICK if self._details or self._calls or self._lines else None
+
+
+@dataclass(slots=True)
+class _Running:
+    """The calls of one function that run now, and the progress of its map."""
+
+    since: float
+    ranks: dict[tuple[int, str], int] = field(default_factory=dict)
+    """By call and host."""
+    done: int = 0
+    total: int = 0
+    """The items of the map; 0 without one."""
+
+    def progress(self, elapsed: float) -> str:
+        if not self.total:
+            return f"{counted(sum(self.ranks.values()), 'rank')} · {_time(elapsed)}"
+        rate = self.done / elapsed
+        rest = f" · {rate:.3g}/s · {_time((self.total - self.done) / rate)} left" if self.done else ""
+        return f"{self.done:,} of {self.total:,}{rest}"
+
+
+class _Calls:
+    """The calls that run now, by function."""
+
+    def __init__(self, clock: Callable[[], float], imports: Imports) -> None:
+        self._clock = clock
+        self._imports = imports
+        self._functions: dict[str, _Running] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._functions)
+
+    def take(self, event: CallStarted | CallEnded | Mapped) -> bool:
+        """Returns whether it is the first: from then on the lines are to be redrawn."""
+        was_idle = not self._functions
+        one = self._functions.get(event.function) or _Running(self._clock())
+        if isinstance(event, Mapped):
+            is_over = event.failed or event.done >= event.total
+            one.done, one.total = (0, 0) if is_over else (event.done, event.total)
+        elif isinstance(event, CallStarted):
+            one.ranks[event.call, event.host] = event.ranks
+        else:
+            one.ranks.pop((event.call, event.host), None)
+        if one.ranks or one.total:
+            self._functions[event.function] = one
+        else:
+            self._functions.pop(event.function, None)
+        return was_idle and bool(self._functions)
+
+    def lines(self) -> list[str]:
+        """One for each function that takes long."""
+        now = self._clock()
+        found = [
+            clean(f"{name} · {one.progress(now - one.since)}{self._importing(one)}", colour=False)
+            for name, one in self._functions.items()
+            if now - one.since >= _AFTER
+        ]
+        return fitting(found, _MOST_CALLS)
+
+    def _importing(self, one: _Running) -> str:
+        """What hosts import for this function, if it takes long."""
+        hosts = {host for _, host in one.ranks}
+        modules = dict.fromkeys(event.module for event in self._imports.since(_AFTER) if event.host in hosts)
+        return f" · importing {', '.join(modules)}" if modules else ""
+
+
+def _time(seconds: float) -> str:
+    """
+    >>> _time(12.7), _time(3700)
+    ('0:12', '1:01:40')
+    """
+    minutes, rest = divmod(int(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def columns(values: Sequence[float], *, most: int = 60) -> str:

@@ -1,4 +1,4 @@
-"""Lines that frameworks write when they start, and that say nothing: shown only if the call fails."""
+"""Lines that frameworks write when they start, and that say nothing: shown only with SKYFAB_TRACE=1 or ``-v``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _NOISE: Final = re.compile(
     r"|WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR"
     r"|[IWE]\d{4} [\d:.]+ +\d+ (?:cuda_(?:dnn|blas|fft)|computation_placer|port|cpu_feature_guard)\.cc:\d+\]"
 )
-_HOLDS: Final = not os.environ.get("SKYFAB_TRACE")
+_HIDES: Final = not os.environ.get("SKYFAB_TRACE")
 
 
 def is_noise(line: str) -> bool:
@@ -22,4 +22,4 @@ def is_noise(line: str) -> bool:
     >>> is_noise("Rank 0 is connected")
     False
     """
-    return _HOLDS and line[:1] in "[WIE" and _NOISE.match(line) is not None
+    return _HIDES and line[:1] in "[WIE" and _NOISE.match(line) is not None

@@ -62,7 +62,7 @@ def test_one_without_skyfab_and_with_another_python_is_an_error(project: Path) -
     python.chmod(0o755)
     ran = run(project, "run", "--ranks=1")
     assert (ran.returncode, ran.stdout) == (2, "")
-    assert f"error: the project has Python 3.9 ({python}) without skyfab, and this command runs Python" in ran.stderr
+    assert f"error: the project has Python 3.9 ({python}) without skyfab, but this command runs Python" in ran.stderr
     assert ran.stderr.endswith("\nhint: uv add skyfab\n")
     python.write_text("#!/bin/sh\nexit 1\n")
     assert run(project, "run", "--ranks=1").returncode == 0, "one that does not start is not used"

@@ -14,16 +14,12 @@ from skyfab.detached.logs import LogLine
 NOISE = "[W1116 10:00:00.123456789 socket.cpp:767] [c10d] The hostname of the client socket cannot be retrieved."
 
 
-@pytest.mark.parametrize(("state", "shown"), [("running", ["mine"]), ("done", ["mine"]), ("failed", [NOISE, "mine"])])
-def test_what_frameworks_write_when_they_start_is_printed_for_a_run_that_failed(
-    capsys: pytest.CaptureFixture[str], state: str, shown: list[str]
-) -> None:
-    """As it is while a run is not detached."""
+def test_what_frameworks_write_when_they_start_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
     lines = [LogLine(time=1.0, rank=0, stream="out", text=text) for text in (NOISE, "mine")]
     part = SimpleNamespace(host="node1", about=SimpleNamespace(ranks=(0,)))
-    run: Any = SimpleNamespace(parts=[part], world_size=1, state=state, failed=[], lines=lambda **_: iter(lines))
+    run: Any = SimpleNamespace(parts=[part], world_size=1, lines=lambda **_: iter(lines))
     runs._print(run, timestamps=False)
-    assert capsys.readouterr().out.splitlines() == [f"node1 {text}" for text in shown]
+    assert capsys.readouterr().out.splitlines() == ["node1 mine"]
 
 
 def test_a_rank_that_has_failed_while_others_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:

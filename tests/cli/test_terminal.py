@@ -177,7 +177,7 @@ def test_a_run_that_has_ended_is_not_stopped(night: Path, state: str) -> None:
     status = night / "here" / "runs" / "abcdef0123456789" / "status"
     status.write_text(json.dumps({"state": state, "started": 1e9}))
     ran = piped(night, "stop", "night")
-    assert (ran.returncode, ran.stdout) == (0, f"abcdef01 has already ended: {state}  night\n"), ran.stderr
+    assert (ran.returncode, ran.stdout) == (0, f"abcdef01 night has already ended: {state}\n"), ran.stderr
 
 
 def test_a_look_at_logs_that_is_interrupted_ends_quietly(night: Path, request: pytest.FixtureRequest) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, Literal, NamedTuple
+from typing import Final, Literal
 
 from skyfab._util import schema
 from skyfab.detached.written import Written
@@ -46,27 +46,8 @@ class About:
             raise schema.Invalid("out of range", ("place",))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Status:
-    state: Literal["running", "done", "failed", "stopped"]
-    started: float
-    files: tuple[Written, ...] = ()
-    failed: Mapping[str, float] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Answer:
-    """What a host says of a run."""
-
-    id: str
-    alive: bool
-    pool: str
-    last: str
-    about: About
-    status: _Status
-
-
-class Usage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Usage:
     """How busy a GPU is."""
 
     percent: int | None
@@ -90,8 +71,18 @@ class Part:
     """Of each GPU of the host."""
     files: tuple[Written, ...] = ()
     """Files that it has written to persistent working folders; known once it has ended."""
-    failed: tuple[tuple[int, float], ...] = ()
-    """Ranks that have failed on this host, and when, by its clock."""
+    failed: Mapping[str, float] = field(default_factory=dict)
+    """When ranks have failed, by the host's clock: see `failures`."""
+
+    def __post_init__(self) -> None:
+        """A host may send anything. Raises schema.Invalid."""
+        if not self.about.id.isalnum() or not 0 <= self.started < _LATEST:
+            raise schema.Invalid("not a run")
+
+    @property
+    def failures(self) -> list[tuple[int, float]]:
+        """Ranks that have failed on this host, and when."""
+        return [(rank, self.failed[str(rank)]) for rank in self.about.ranks if str(rank) in self.failed]
 
 
 def question(run: str = "", *, ended: int | None = None, gpus: bool = False) -> Question[list[Part]]:
@@ -104,27 +95,10 @@ def _parse(host: Host, replies: Iterator[Reply]) -> list[Part]:
     gpus: tuple[Usage, ...] = ()
     for reply in replies:
         if "gpus" in reply.value:
-            usages = schema.parse(tuple[tuple[int | None, int | None], ...], reply.value["gpus"])
-            gpus = tuple(Usage(*one) for one in usages)
+            gpus = schema.parse(tuple[Usage, ...], reply.value["gpus"])
             continue
         try:
-            found.append(_part(host.name, schema.parse(_Answer, reply.value, _LIMITS)))
+            found.append(schema.parse(Part, {**reply.value, "host": host.name}, _LIMITS))
         except schema.Invalid:
             continue  # incomplete, or not written by skyfab
     return [replace(part, gpus=gpus) for part in found]
-
-
-def _part(host: str, found: _Answer) -> Part:
-    about, status = found.about, found.status
-    if about.id != found.id or not about.id.isalnum() or not 0 <= status.started < _LATEST:
-        raise schema.Invalid("not a run")
-    return Part(
-        host=host,
-        about=about,
-        state="lost" if status.state == "running" and not found.alive else status.state,
-        started=status.started,
-        pool=found.pool,
-        last=found.last,
-        files=status.files,
-        failed=tuple((rank, status.failed[str(rank)]) for rank in about.ranks if str(rank) in status.failed),
-    )

@@ -99,7 +99,7 @@ class Run(ShownAsTable):
     @property
     def failed(self) -> list[tuple[str, int]]:
         """Host and rank of each failure, in the order of time, as of the last query."""
-        found = sorted((moment, part.host, rank) for part in self._parts for rank, moment in part.failed)
+        found = sorted((moment, part.host, rank) for part in self._parts for rank, moment in part.failures)
         return [(host, rank) for _, host, rank in found]
 
     @property
@@ -182,7 +182,7 @@ class Run(ShownAsTable):
         `follow`, `rank` and `trouble` are as for `logs`; following ends early once `stopped` is true. `failed` is
         called once for each rank that has failed while others still run, with its host.
         The times are those of the hosts' clocks, in seconds since 1970.
-        Raises UsageError for a rank that the run has not.
+        Raises UsageError for a rank that the run does not have.
         """
         if rank is not None and not 0 <= rank < self.world_size:
             has = "one rank, 0" if self.world_size == 1 else f"ranks 0 to {self.world_size - 1}"
@@ -210,7 +210,7 @@ class Run(ShownAsTable):
     def result(self, timeout: float | None = None, *, trouble: Trouble | None = None) -> Any:
         """Waits for the end, and returns what ``@`` or ``>>`` would have returned; raises what the run has raised.
 
-        Connections may be lost meanwhile; `trouble` is called then. Raises TimeoutError after `timeout` seconds, and
+        Lost connections are reopened; `trouble` is called for each. Raises TimeoutError after `timeout` seconds, and
         HostLost if a host was rebooted, or its agent or its folder of the run no longer exists.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
@@ -234,9 +234,9 @@ class Run(ShownAsTable):
         for part in self._parts:
             if part.state == "lost":
                 raise HostLost(
-                    f"its agent ended, the host was started again, or the files of run {self.id[:8]} were removed",
+                    f"its agent ended, the host was restarted, or the files of run {self.id[:8]} were removed",
                     host=part.host,
-                    hint=f"what it wrote until then: skyfab logs {self.id[:8]}",
+                    hint=f"its output until then: skyfab logs {self.id[:8]}",
                 )
 
     def _fetch(self, asker: Asker, answers: dict[str, list[tuple[int, Any]]]) -> list[SkyfabError]:
@@ -247,16 +247,16 @@ class Run(ShownAsTable):
             ranks = parts[host.name].about.ranks
             answers[host.name] = [(rank, self._result(asker, host, rank)) for rank in ranks]
             with suppress(HostUnfit):  # a full disk must not make the fetch fail
-                asker.ask_one(Question("fetched", lambda host, replies: only(replies), {"run": self.id}), host)
+                asker.ask_one(Question("runs.fetched", lambda host, replies: only(replies), {"run": self.id}), host)
 
         outcomes = asker.each(fetch, [host for host in asker.hosts if host.name in parts])
         return [outcome.error for outcome in outcomes if outcome.error is not None]
 
     def _result(self, asker: Asker, host: Host, rank: int) -> Any:
         place = rank if self._about.on == "all" else None
-        found = asker.ask_one(Question("read", _content, {"run": self.id, "name": f"result.{rank}"}), host)
+        found = asker.ask_one(Question("runs.content", _content, {"run": self.id, "name": f"result.{rank}"}), host)
         if found is None:
-            text = f"rank {rank} of {self.function} was stopped, or had no room for its result"
+            text = f"rank {rank} of {self.function} was stopped, or had no space for its result"
             return _Failed(SkyfabError(text, host=host.name, rank=place))
         content = memoryview(found)
         try:
@@ -271,7 +271,7 @@ class Run(ShownAsTable):
 
     def _conclude(self, answers: list[tuple[int, Any]]) -> Any:
         about = self._parts[0].about
-        moments = {rank: moment for part in self._parts for rank, moment in part.failed}
+        moments = {rank: moment for part in self._parts for rank, moment in part.failures}
         answers.sort(key=lambda answer: answer[0])
         values = [value for _, value in answers]
         failed = [
@@ -290,10 +290,10 @@ class Run(ShownAsTable):
     def stop(self) -> None:
         """Terminates its ranks on all hosts and waits until they have ended. Its output is kept."""
         with self._asker_of_all() as asker:
-            for outcome in asker.ask(Question("stop", lambda host, replies: only(replies), {"run": self.id})):
+            for outcome in asker.ask(Question("runs.stop", lambda host, replies: only(replies), {"run": self.id})):
                 pid = outcome.get()
                 if pid is not None:
-                    what = f"process {int(pid)} has not ended after 10 s"
+                    what = f"process {int(pid)} is still running after 10 s"
                     raise HostUnfit(what, host=outcome.host.name, hint=f"wait, or on the host: kill -9 {int(pid)}")
 
 
@@ -377,22 +377,22 @@ def attach(
     inventory: str | os.PathLike[str] | Inventory | None = None,
     results: Results = "any",
 ) -> Run:
-    """The run whose id begins with `id`, or that has this name; of several with that name, the newest.
+    """The run whose id begins with `id`, or that has this name; of several with that name, the newest that is running.
 
     `hosts`, `inventory` and `results` are as for `Compute`; without `hosts`, those of the inventory and this machine.
-    Raises UsageError if there is none, or if an id prefix fits several.
+    Raises UsageError if there is none, or if an id prefix matches several.
     """
     if not id:  # else it would be the beginning of every id
-        raise UsageError("a run without a name", hint="to list them: skyfab runs")
+        raise UsageError("no run was named", hint="to list them: skyfab runs")
     known = Inventory.of(inventory)
     found, errors = survey(known, hosts, results=results)
-    for run in found:
-        if run.name == id or run.id[:8] == id:
-            return run
+    named = [run for run in found if run.name == id or run.id[:8] == id]
+    if named:
+        return next((run for run in named if run.state == "running"), named[0])
     by_id = [run for run in found if run.id.startswith(id)]
     if len(by_id) > 1:
         some = ", ".join(run.id[:8] for run in by_id[:4])
-        raise UsageError(f"{len(by_id)} runs begin with {id!r}: {some}", hint="give more of the id")
+        raise UsageError(f"{len(by_id)} runs begin with {id!r}: {some}", hint="type more of the id")
     if by_id:
         return by_id[0]
     if errors:
@@ -401,5 +401,5 @@ def attach(
     if hosts is None and known.source is None:
         hint = near or "set SKYFAB_INVENTORY, or name its hosts: --hosts=…"
         raise UsageError(f"no run {id!r} on this machine (no inventory loaded)", hint=hint)
-    where = "the hosts of the inventory and on this machine" if hosts is None else "these hosts"
+    where = "the hosts of the inventory or on this machine" if hosts is None else "these hosts"
     raise UsageError(f"no run {id!r} on {where}", hint=near or "to list them: skyfab runs")

@@ -59,7 +59,7 @@ def _kind(name: str) -> str:
 
 
 def _free(free: int | None, total: int | None) -> str:
-    """``12 of 64 GB free``, as far as it is known."""
+    """``12 of 64 GB free``, with what is known."""
     if total is None:
         return "–"
     return readable(total) if free is None else f"{progress(free, total)} free"

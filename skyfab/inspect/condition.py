@@ -109,8 +109,7 @@ class _Compiler:
 
     def __init__(self, text: str) -> None:
         self._text = re.sub(r"\s", " ", text).strip()
-        self._sizes: dict[int, float] = {}
-        """The sizes in the text, by their offset."""
+        self._python = _SIZE.sub(_in_bytes, self._text)
         self.names: list[str] = []
 
     def compile(self) -> Test:
@@ -120,7 +119,7 @@ class _Compiler:
         with warnings.catch_warnings():  # about escapes in strings
             warnings.simplefilter("ignore")
             try:
-                return ast.parse(_SIZE.sub(self._without_unit, self._text), mode="eval").body
+                return ast.parse(self._python, mode="eval").body
             except SyntaxError as error:
                 raise self._syntax_error(error) from None
             except (RecursionError, MemoryError):
@@ -128,19 +127,11 @@ class _Compiler:
             except ValueError as error:  # NUL bytes
                 raise self._error(str(error)) from None
 
-    def _without_unit(self, match: re.Match[str]) -> str:
-        """Replaces ``40GB``, which is not Python, by a name of the same length; `_sizes` has its value."""
-        if match["string"]:
-            return match[0]
-        offset = len(self._text[: match.start()].encode())
-        self._sizes[offset] = float(match["number"]) * _UNITS[match["unit"]]
-        return "_" * len(match[0])
-
     def _error(self, what: str, hint: str | None = None) -> UsageError:
         return UsageError(f"invalid condition {self._text!r}: {what}", hint=hint or _HINT)
 
     def _syntax_error(self, error: SyntaxError) -> UsageError:
-        rest = self._text[error.offset - 1 :].strip() if error.offset else ""  # no offset: at the end
+        rest = self._python[error.offset - 1 :].strip() if error.offset else ""  # no offset: at the end
         what = error.msg.split(". ")[0].removesuffix(" (detected at line 1)")
         hint = "compare with ==" if rest.startswith("=") else None
         return self._error(f"{what} at {rest[:20]!r}" if rest else "unexpected end", hint)
@@ -160,17 +151,11 @@ class _Compiler:
         if isinstance(node, ast.Constant) and type(node.value) in (int, float, str):
             constant = node.value
             return lambda values: constant
-        what = f"unsupported: {self._source(node)[:40]!r}"
+        what = f"unsupported: {ast.unparse(node)[:40]!r}"
         raise self._error(what, "use and, or, not, comparisons, names, numbers and quoted strings")
 
-    def _source(self, node: ast.expr) -> str:
-        return ast.get_source_segment(self._text, node) or ""
-
     def _name(self, node: ast.Name | ast.Attribute) -> Test:
-        size = self._sizes.get(node.col_offset) if isinstance(node, ast.Name) else None
-        if size is not None:
-            return lambda values: size
-        name = self._source(node)
+        name = ast.unparse(node)
         if name not in NAMES:
             hint = did_you_mean(name, NAMES) or f"known names: {', '.join(NAMES)}; put strings in quotes"
             raise self._error(f"unknown name {name!r}"[:80], hint)
@@ -195,8 +180,13 @@ class _Compiler:
 
     def _check_unit(self, name: ast.expr, number: ast.expr) -> None:
         value = number.value if isinstance(number, ast.Constant) else None
-        if isinstance(value, (int, float)) and self._source(name) in _SIZES and 0 < value < _LEAST_SIZE:
-            raise self._error(f"{value} has no unit, and {self._source(name)} is a size", f"write {value}GB")
+        if isinstance(value, int) and ast.unparse(name) in _SIZES and 0 < value < _LEAST_SIZE:
+            raise self._error(f"{value} has no unit, and {ast.unparse(name)} is a size", f"write {value}GB")
+
+
+def _in_bytes(match: re.Match[str]) -> str:
+    """Replaces ``40GB``, which is not Python, by a number of bytes with a decimal point."""
+    return match["string"] or repr(float(match["number"]) * _UNITS[match["unit"]])
 
 
 def _compare(sign: type[ast.cmpop], one: Value, other: Value) -> bool:

@@ -132,6 +132,13 @@ def test_runs_are_of_all_their_hosts_and_those_that_run_come_first() -> None:
     assert "unreachable" in shown[6], "it is unknown whether it still runs"
 
 
+def test_a_run_that_is_too_old_for_one_of_its_hosts_is_not_shown() -> None:
+    hosts = [seen("node1"), seen("node2", parts=(part(1, "node1", "node2", place=1, state="done"),))]
+    assert screen(made(hosts), 120)[0].endswith("no runs")
+    hosts[0] = seen("node1", error=Unreachable("no route to host", host="node1"))
+    assert screen(made(hosts), 120)[0].endswith("1 run, 0 running")
+
+
 # ---- keys
 
 
@@ -202,7 +209,7 @@ def test_logs_stacks_and_stop() -> None:
         view, action = pressed(found, "tab", "x", key)
         assert action is None and view.note == "not stopped"
     over = made([seen("node1", parts=(part(1, "node1", state="done"),))])
-    assert pressed(over, "tab", "x")[0].note.endswith("has ended already")
+    assert pressed(over, "tab", "x")[0].note.endswith("has already ended")
     assert [pressed(found, key)[1] for key in "q?"] == [Action("quit"), Action("help")]
 
 

@@ -71,7 +71,7 @@ def test_a_pool_has_the_hosts_that_meet_its_condition(gpu_lab: Lab) -> None:
         assert [host.name for host in pool.hosts] == ["node1"]
         info = sky.function(sky.instance_info)() >> pool
         assert info.total_nodes == 1
-    assert any("node2, node3, node4: left out by 'gpu.memory" in line for line in lines)
+    assert any("node2, node3, node4: excluded by 'gpu.memory" in line for line in lines)
     with sky.Compute(inventory=gpu_lab.inventory, where="not gpus", nodes=1, ui="none") as pool:
         assert [host.name for host in pool.hosts] == ["node3"]
 
@@ -82,7 +82,7 @@ def test_too_few_hosts_meet_it(gpu_lab: Lab) -> None:
     with pytest.raises(sky.UsageError) as failed:
         pool.open()
     assert failed.value.message.splitlines() == [
-        "only 2 of 4 hosts meet 'gpu.memory >= 40GB', and nodes=3",
+        "only 2 of 4 hosts meet 'gpu.memory >= 40GB', but nodes=3",
         "  node3: no gpu.memory",
         "  node4: no gpu.memory",
     ]

@@ -20,7 +20,9 @@ _MOST: Final = 128
 """With more hosts, only these are examined for what is between them."""
 _QUICK: Final = 0.15
 """Seconds in which the bandwidth of a pair is measured."""
-_CLOCK: Final[Question[float]] = Question("clock", lambda host, replies: float(only(replies)))
+_ROUNDS: Final = 3
+"""Of pairs, in each of which at most one host has no part; all of them if speed is measured."""
+_CLOCK: Final[Question[float]] = Question("survey.clock", lambda host, replies: float(only(replies)))
 
 
 def examined(asker: Asker, *, measured: bool = False) -> list[Finding]:
@@ -86,7 +88,7 @@ def _between(asker: Asker, hosts: Sequence[Host], *, measured: bool) -> tuple[li
         with pool.over(asker):
             where, found = pairs.places(pool)
             names = [host.name for host in hosts]
-            rounds = pairs.all_pairs(names) if measured else pairs.ring(names)
+            rounds = pairs.all_pairs(names)[: None if measured else _ROUNDS]
             seconds = measure.pair_seconds(len(rounds)) if measured else _QUICK
             rates, failures = pairs.rates(pool, where, rounds, seconds)
     except SkyfabError as error:

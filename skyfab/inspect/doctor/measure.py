@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import median
 from typing import Final
 
-from skyfab._util import atomic, schema
-from skyfab._util.cache import cache_folder
+from skyfab._util import schema
+from skyfab.env import facts_cache
 from skyfab.inspect.doctor.finding import Finding
 from skyfab.inspect.doctor.pairs import Pair
 from skyfab.inspect.survey import LIMITS
 from skyfab.inventory.host import Host
-from skyfab.protocol.blobs import name_of
 from skyfab.session.ask import Question, only
 
 Rates = Mapping[str, float]
@@ -26,6 +23,8 @@ _ALL_PAIRS: Final = 9.0
 """For all pairs together."""
 _SLOWER: Final = 0.7
 """A host that has less than this part of what others have is named."""
+_ENOUGH: Final = 3
+"""Earlier measurements of a host with which a new one is compared."""
 _KEPT: Final = 10
 """Measurements of a host that are kept."""
 
@@ -35,12 +34,9 @@ def pair_seconds(rounds: int) -> float:
     return min(0.5, _ALL_PAIRS / max(rounds, 1))
 
 
-def _parse(found: object) -> Rates:
-    """Raises schema.Invalid."""
-    return schema.parse(dict[str, float], found, LIMITS)
-
-
-MEASURE: Final = Question("measure", lambda host, replies: _parse(only(replies)), {"seconds": SECONDS})
+MEASURE: Final = Question(
+    "measure", lambda host, replies: schema.parse(dict[str, float], only(replies), LIMITS), {"seconds": SECONDS}
+)
 """Asks a host for how fast it is."""
 
 
@@ -64,13 +60,15 @@ def compared(rates: Mapping[str, Rates], earlier: Mapping[str, Sequence[Rates]])
 def _compared(host: str, name: str, rate: float, peers: list[float], before: list[float]) -> Finding:
     slower = []
     if len(peers) > 1 and rate < _SLOWER * median(peers):
-        slower.append(f"{_shown(name, median(peers))} on the median of {len(peers)} hosts")
-    if before and rate < _SLOWER * median(before):
-        slower.append(f"{_shown(name, median(before))} before, in {len(before)}")
+        slower.append(f"{_shown(name, median(peers))} is the median of {len(peers)} hosts")
+    if len(before) >= _ENOUGH and rate < _SLOWER * median(before):
+        slower.append(f"{_shown(name, median(before))} is the median of {len(before)} earlier measurements")
     what = f"{name}: {_shown(name, rate)}"
     if not slower:
         return Finding(section="speed", check="speed", host=host, level="ok", what=what)
     fix = "is it in use, hot, or in another power mode? skyfab hosts; on the host: cpupower frequency-info"
+    if name == "network":
+        fix = "is it in use? else try another cable, port or interface"
     what = f"slower: {what}; {' and '.join(slower)}"
     return Finding(section="speed", check="speed", host=host, level="warning", what=what, fix=fix)
 
@@ -78,28 +76,17 @@ def _compared(host: str, name: str, rate: float, peers: list[float], before: lis
 def _shown(name: str, rate: float) -> str:
     if name == "network":
         return f"{rate * 8 / 1e6:,.0f} Mbit/s"
-    return f"{rate / 1e9:,.1f} GB/s" if name == "memory" else f"{rate / 1e9:,.2f} GFlop/s"
+    return f"{rate / 1e9:,.1f} GB/s" if name == "memory" else f"{rate / 1e9:,.3g} GFlop/s"
 
 
 # ---- what was measured before
 
 
 def load(host: Host) -> Sequence[Rates]:
-    """The oldest first; empty if there is nothing, or nothing that can be read."""
-    try:
-        return [_parse(one) for one in json.loads(_file(host).read_text())][-_KEPT:]
-    except (OSError, ValueError, TypeError):
-        return []
+    """The oldest first."""
+    return facts_cache.read(host, "measured", list[dict[str, float]]) or []
 
 
 def remember(host: Host, rates: Rates) -> None:
-    """Adds to what is kept. If that fails, there is less to compare with the next time."""
-    try:
-        atomic.write(_file(host), json.dumps([*load(host), dict(rates)][-_KEPT:]))
-    except OSError:
-        pass
-
-
-def _file(host: Host) -> Path:
-    place = "\0".join(map(str, (host.transport == "local", host.address or host.name, host.port)))
-    return cache_folder() / "measured" / f"{name_of(place.encode())[:32]}.json"
+    """Adds to what is kept."""
+    facts_cache.store(host, "measured", [*load(host), dict(rates)][-_KEPT:])

@@ -11,7 +11,7 @@ from typing import Final
 from skyfab._util import schema
 from skyfab.calls.call import as_function
 from skyfab.errors import PeersUnreachable, PoolError, SkyfabError
-from skyfab.host.ask.bandwidth import listen, send
+from skyfab.host.ask.measure import listen, send
 from skyfab.inspect.doctor.finding import Finding, Level
 from skyfab.inspect.survey import LIMITS
 from skyfab.inventory.host import Host
@@ -69,24 +69,11 @@ def _finding(
 def _network(host: Host, place: Address, others: set[str]) -> Finding:
     """Naming the interface saves the search, and keeps it the same when another one is added."""
     if others and place.interface and host.interface == "auto":
-        what = f"it has several networks, and other hosts find it on {place.interface}, not on {', '.join(others)}"
+        what = f"it has several networks, and other hosts reach it on {place.interface}, not on {', '.join(others)}"
         setting = ("interface", f'"{place.interface}"')
         fix = f"if that is the right one: interface = {setting[1]} in the inventory"
         return _finding("interface", host.name, "advice", what, fix, setting)
-    return _finding("interface", host.name, "ok", f"other hosts find it at {place}")
-
-
-def ring(names: Sequence[str]) -> list[list[Pair]]:
-    """Each host to the next, in rounds in which no host has two parts.
-
-    >>> ring(["a", "b", "c"])
-    [[('a', 'b')], [('b', 'c')], [('c', 'a')]]
-    """
-    if len(names) == 2:
-        return [[(names[0], names[1])]]
-    steps = list(zip(names, [*names[1:], names[0]], strict=True))
-    rounds = [steps[0 : len(steps) - len(steps) % 2 : 2], steps[1::2], steps[len(steps) - 1 :] * (len(steps) % 2)]
-    return [one for one in rounds if one]
+    return _finding("interface", host.name, "ok", f"other hosts reach it at {place}")
 
 
 def all_pairs(names: Sequence[str]) -> list[list[Pair]]:
@@ -149,8 +136,8 @@ def _shown(pair: Pair) -> str:
 
 
 def _unmeasured(pair: Pair, error: str) -> Finding:
-    fix = "ranks on different hosts use TCP, at any port: open the firewall of the second host for the first"
-    return _finding("bandwidth", _shown(pair), "warning", f"no data goes through: {error}", fix)
+    fix = "ranks on different hosts use TCP, on any port: open the firewall of the second host for the first"
+    return _finding("bandwidth", _shown(pair), "warning", f"no data gets through: {error}", fix)
 
 
 def bandwidths(found: Mapping[Pair, float]) -> list[Finding]:
@@ -161,10 +148,10 @@ def bandwidths(found: Mapping[Pair, float]) -> list[Finding]:
         shown = f"{rate * 8 / 1e6:,.0f} Mbit/s"
         fix = "check cable, port and interface (ethtool INTERFACE); another network: interface = … in the inventory"
         if rate * _BEHIND < usual:
-            what = f"{shown}, where others have {usual * 8 / 1e6:,.0f}"
+            what = f"{shown}, while others have {usual * 8 / 1e6:,.0f}"
             findings.append(_finding("bandwidth", _shown(pair), "warning", what, fix))
         elif rate < _SLOW:
-            what = f"{shown}: gradients of a large model take long"
+            what = f"{shown}: slow for the gradients of a large model"
             findings.append(_finding("bandwidth", _shown(pair), "advice", what, fix))
         else:
             findings.append(_finding("bandwidth", _shown(pair), "ok", shown))

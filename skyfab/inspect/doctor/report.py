@@ -29,6 +29,10 @@ def lines(findings: Sequence[Finding], hosts: int, inventory: str = "inventory.t
         if not own:
             continue
         yield f"{section:<8} {state(own)}"
+        if section == "speed":  # it was asked for
+            for host in dict.fromkeys(one.host for one in own if one.level == "ok"):
+                measured = "; ".join(one.what for one in own if one.host == host and one.level == "ok")
+                yield clean(f"  {host}: {measured}", colour=False)
         bad = [finding for finding in own if finding.level != "ok"]
         for (level, what, fix), alike in _alike(sorted(bad, key=lambda one: -LEVELS.index(one.level))):
             yield clean(f"  {level}: {', '.join(one.host for one in alike)}: {what}", colour=False)
@@ -54,10 +58,7 @@ def state(findings: Sequence[Finding]) -> str:
     if worst(findings) == "ok":
         return "fine"
     counts = {level: sum(one.level == level for one in findings) for level in reversed(LEVELS[1:])}
-    parts = []
-    for level, count in counts.items():
-        if count:
-            parts.append(f"{count} advice" if level == "advice" else counted(count, level))
+    parts = [counted(n, "suggestion" if level == "advice" else level) for level, n in counts.items() if n]
     only_advice = worst(findings) == "advice"
     return f"fine, {parts[0]}" if only_advice else ", ".join(parts)
 

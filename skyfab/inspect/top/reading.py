@@ -44,7 +44,7 @@ class Reading:
 
     @property
     def lines(self) -> Sequence[str]:
-        return list(self._lines) or (["nothing yet: asking …"] if self._thread.is_alive() else [])
+        return list(self._lines) or (["loading …"] if self._thread.is_alive() else [])
 
     @property
     def is_closed(self) -> bool:

@@ -15,7 +15,7 @@ HELP: Final = (
     "↑ ↓ or k j    the host or run above or below",
     "PgUp PgDn     a page up or down",
     "Home End      the first host, the last run",
-    "Tab           from the hosts to the runs and back",
+    "Tab           switch between hosts and runs",
     "l or Enter    follow the log of the run, or of the host's",
     "s             the stacks of all ranks of the run or host",
     "x, then y     stop the run",
@@ -94,9 +94,9 @@ class View:
         elif key != "x":
             return Action("log", run)
         elif name != run:
-            self.note = "select a run to stop it: Tab goes to the runs"
+            self.note = "select a run to stop it: Tab selects the runs"
         elif now.found[run].has_ended:
-            self.note = f"{run[:8]} has ended already"
+            self.note = f"{run[:8]} has already ended"
         else:
             self.stopping = run
         return None

@@ -9,11 +9,8 @@ from skyfab.inspect.doctor.checks import (
     clock,
     disk,
     driver,
-    gpu_memory,
-    gpu_tool,
     gpus,
     limits,
-    login,
     logind,
     names,
     python,
@@ -24,7 +21,6 @@ from skyfab.inspect.doctor.finding import Finding
 from skyfab.inspect.doctor.host_report import Findings, HostReport
 
 CHECKS: Final[tuple[Callable[[HostReport], Findings], ...]] = (
-    login.check,
     shell.check,
     sshd.check,
     clock.check,
@@ -33,10 +29,8 @@ CHECKS: Final[tuple[Callable[[HostReport], Findings], ...]] = (
     limits.check,
     logind.check,
     disk.check,
-    gpu_tool.check,
-    gpus.check,
-    gpu_memory.check,
     driver.check,
+    gpus.check,
 )
 """In the order of the report."""
 

@@ -29,7 +29,7 @@ def check(report: HostReport) -> Findings:
         what = f"only {facts.inodes_free:,} more files (inodes) on the disk of {facts.cache}"
         yield report.finding("disk", "inodes", "warning", what, fix, setting)
     if facts.noexec:
-        what = f"programs cannot be started from {facts.cache} (noexec): environments do not work"
+        what = f"programs cannot run from {facts.cache} (noexec): environments do not work"
         yield report.finding("disk", "noexec", "failure", what, fix, setting)
     if facts.readonly:
         yield report.finding("disk", "read-only", "failure", f"{facts.cache} is read-only", fix, setting)

@@ -1,4 +1,4 @@
-"""GPUs that are slowed down, and GPUs that others use."""
+"""GPUs whose memory had errors, GPUs that are slowed down, and GPUs that others use."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from skyfab.inspect.survey import Gpu
 
 def check(report: HostReport) -> Findings:
     gpus = report.survey.gpus
+    yield from _damaged(report)
     fix = "check fans, dust and the power limit: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER"
     for reasons, some in _alike(gpus, lambda gpu: ", ".join(gpu.throttled)):
         what = f"{_numbers(some)} slowed down by {reasons}{_range([gpu.temperature for gpu in some], 'at ', ' °C')}"
@@ -21,6 +22,18 @@ def check(report: HostReport) -> Findings:
     for gpu in gpus:
         if not gpu.is_busy:
             yield report.finding("GPUs", "in use", "ok", f"GPU {gpu.index}, {gpu.name}, is free")
+
+
+def _damaged(report: HostReport) -> Findings:
+    damaged = [gpu.index for gpu in report.survey.gpus if gpu.ecc_errors]
+    whole = [gpu.index for gpu in report.survey.gpus if not gpu.ecc_errors]
+    if damaged:
+        which = ", ".join(map(str, damaged))
+        what = f"GPU {which} had uncorrectable memory errors: results may be wrong"
+        fix = "on the host: sudo nvidia-smi --gpu-reset, or a reboot; if the errors return, it is broken"
+        fix += f": gpus = {whole} in the inventory excludes it" if whole else ""
+        setting = ("gpus", str(whole)) if whole else None
+        yield report.finding("GPUs", "ECC", "failure", what, fix, setting)
 
 
 def _users(gpu: Gpu) -> str:

@@ -12,6 +12,6 @@ def check(report: HostReport) -> Findings:
         ("processes", facts.processes, 512, "nproc"),
     ):
         if value and value < least:
-            what = f"its limit of {name} is {value:,}"
+            what = f"its limit on {name} is {value:,}"
             fix = f"in /etc/security/limits.conf: {facts.user} - {item} 65536, and log in again"
             yield report.finding("system", "limits", "warning", what, fix)

@@ -7,6 +7,6 @@ from skyfab.inspect.doctor.host_report import Findings, HostReport
 
 def check(report: HostReport) -> Findings:
     if report.facts.kills and not report.facts.lingers:
-        what = "systemd ends all processes of a user who logs out (KillUserProcesses): detached runs, and reconnects"
+        what = "systemd kills a user's processes at logout (KillUserProcesses): detached runs and reconnects fail"
         fix = f"on the host: sudo loginctl enable-linger {report.facts.user}"
         yield report.finding("system", "KillUserProcesses", "warning", what, fix)

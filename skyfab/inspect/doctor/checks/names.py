@@ -13,15 +13,15 @@ def check(report: HostReport) -> Findings:
     facts = report.facts
     fix = "add its name and address to its /etc/hosts: 10.0.0.11 node1"
     if facts.name_seconds is None or facts.name_seconds > _SLOW:
-        what = f"it looks up its own name in {_within(facts.name_seconds)}: frameworks do that for each process"
+        what = f"looking up its own name takes {_within(facts.name_seconds)}, and frameworks do it in each process"
         yield report.finding("system", "name", "warning", what, fix)
     elif facts.name_error:
-        yield report.finding("system", "name", "advice", f"it does not find its own name: {facts.name_error}", fix)
+        yield report.finding("system", "name", "advice", f"it cannot resolve its own name: {facts.name_error}", fix)
     else:
-        yield report.finding("system", "name", "ok", "finds its own name at once")
+        yield report.finding("system", "name", "ok", "resolves its own name quickly")
     if facts.reverse_seconds is None or facts.reverse_seconds > _SLOW:
-        what = f"it looks up the name of this machine's address in {_within(facts.reverse_seconds)}"
-        fix = "UseDNS no in its /etc/ssh/sshd_config, or a name server that answers in its /etc/resolv.conf"
+        what = f"looking up the name of this machine's address takes {_within(facts.reverse_seconds)}"
+        fix = "set UseDNS no in its /etc/ssh/sshd_config, or a working name server in its /etc/resolv.conf"
         yield report.finding("system", "reverse name", "advice", what, fix)
 
 

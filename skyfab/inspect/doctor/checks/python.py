@@ -13,6 +13,6 @@ def check(report: HostReport) -> Findings:
     if minor == ".".join(other.split(".")[:2]):
         yield report.finding("system", "Python", "ok", f"Python {other}")
     else:
-        what = f"it has Python {other}, and this machine {own}"
+        what = f"it has Python {other}, this machine has {own}"
         fix = f'functions of notebooks and lambdas need the same one: Image(python="{minor}")'
         yield report.finding("system", "Python", "advice", what, fix)

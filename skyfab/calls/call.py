@@ -121,8 +121,8 @@ def function(fn: Any = None, /, *, timeout: float | None = None, retries: int = 
     A call is stopped on its host after `timeout` seconds, and raises CallTimeout. A broadcast (``@``) that fails is
     restarted on all ranks, up to `retries` times; the number of restarts is in ``instance_info().attempt``. Any other
     call is moved to another host if its host is lost, so it may run twice. If a rank makes no progress for `stall`
-    seconds, the stacks of all ranks are shown, grouped; the call continues. An ``async def`` runs in an event loop of
-    its own.
+    seconds, the stacks of all ranks are shown, grouped; the call continues. An ``async def`` runs in its own event
+    loop.
     """
     if fn is None:
         return lambda fn: Function(fn, timeout=timeout, retries=retries, stall=stall)

@@ -40,9 +40,9 @@ class Image(ShownAsTable):
     """The interpreter, packages, variables and project code that a function needs.
 
     `python` is this machine's version (``"auto"``), another one (``"3.11"``), or the path of an interpreter on the
-    host. `pip` are packages as pip takes them, `pip_indexes` indexes for some of them, `lock` a pylock.toml or uv.lock
-    with their versions. They are sent from here or fetched by hosts, as `install` says (``"push"``, ``"fetch"``,
-    ``"auto"``). `apt` are Debian packages, `env` variables, `setup` shell lines that run before Python.
+    host. `pip` are requirements as for pip, `pip_indexes` indexes for some of them, `lock` a pylock.toml or uv.lock
+    with their versions. `install` says whether this machine sends them or hosts download them (``"push"``,
+    ``"fetch"``, ``"auto"``). `apt` are Debian packages, `env` variables, `setup` shell lines that run before Python.
 
     `includes` are modules, folders and data files that are sent besides the caller's own project, and `excludes`
     patterns of those that are not. The project is that of `program`, a script; else that of this program.
@@ -57,15 +57,15 @@ class Image(ShownAsTable):
     includes: tuple[str, ...] = ()
     """Local modules, folders and data files to send in addition to the caller's own project.
 
-    They can be imported. They are also copied to the working directory, at the same path relative to the current
-    folder; those outside of the current folder, under their base name.
+    They can be imported. They are also copied to the working folder, at the same path relative to the current folder;
+    those outside of the current folder, under their base name.
     """
     excludes: tuple[str, ...] = ()
     """Patterns, as in .gitignore, of project files that are not sent."""
     lock: str | None = None
     """A pylock.toml to use as it is; or a uv.lock, which fixes the versions of the packages in `pip`."""
     install: Literal["auto", "push", "fetch"] = "auto"
-    """``"push"``: packages are sent from here. ``"fetch"``: hosts download them. ``"auto"``: what works there."""
+    """``"push"``: this machine sends packages. ``"fetch"``: hosts download them. ``"auto"``: what works."""
     setup: str = ""
     """Shell lines that run on a host before Python, after those of the inventory: ``module load cuda``."""
     program: str | None = None
@@ -80,18 +80,13 @@ class Image(ShownAsTable):
         return f"Image({', '.join(f'{name}={value!r}' for name, value in rows)})"
 
     def __post_init__(self) -> None:
-        if not re.fullmatch(r"auto|/.+|\d+\.\d+(\.\d+)?", self.python, re.DOTALL):
-            raise UsageError(
-                f"invalid Image(python={self.python!r})",
-                hint='expected "auto", a version such as "3.11", or an absolute path',
-            )
         if self.install not in ("auto", "push", "fetch"):
             raise UsageError(f"invalid Image(install={self.install!r})", hint='expected "auto", "push" or "fetch"')
         for name in ("pip", "pip_indexes", "apt", "includes", "excludes"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        object.__setattr__(self, "env", checked("env", self.env, "Image(env=…)"))
-        object.__setattr__(self, "setup", checked("setup", self.setup, "Image(setup=…)"))
+        for name in ("python", "env", "setup"):
+            object.__setattr__(self, name, checked(name, getattr(self, name), f"Image({name}=…)"))
         for package in self.apt:
             if not re.fullmatch(r"[a-z0-9][a-z0-9+.:-]*(=[A-Za-z0-9.+:~-]+)?", package):
                 raise UsageError(f"invalid Image(apt=…): {package!r} is not the name of a Debian package")
@@ -105,7 +100,7 @@ class Image(ShownAsTable):
     def of_project(cls, path: str | os.PathLike[str] = ".") -> Image:
         """The image that a script or project describes, as `skyfab run` finds it.
 
-        `path` is a script or a folder. Taken is the first of: the script's PEP 723 block; the pyproject.toml, with its
+        `path` is a script or a folder. Uses the first of: the script's PEP 723 block; the pyproject.toml, with its
         uv.lock, or the requirements.txt, of its folder or the nearest one above it in the repository. Raises UsageError
         if there is none.
         """
@@ -114,8 +109,8 @@ class Image(ShownAsTable):
         found = find(Path(path).expanduser())
         if found is None:
             raise UsageError(
-                f"{path}: nothing says which packages it needs",
-                hint="a pyproject.toml, a requirements.txt, or a PEP 723 block at the top of the script",
+                f"{path}: no list of packages found",
+                hint="add a pyproject.toml, a requirements.txt, or a PEP 723 block at the top of the script",
             )
         return cls.of_manifest(found)
 
@@ -123,4 +118,4 @@ class Image(ShownAsTable):
     def of_manifest(cls, found: Manifest) -> Image:
         """The image with the packages that a script or project needs, as `found`."""
         indexes = tuple(PipIndex(url, packages) for url, packages in found.indexes.items())
-        return cls(pip=found.pip, pip_indexes=indexes, lock=found.lock, includes=found.includes)
+        return cls(pip=found.pip, pip_indexes=indexes, lock=found.lock)

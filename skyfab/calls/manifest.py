@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
@@ -15,6 +15,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
 from skyfab._util import toml
+from skyfab.calls.modules import folders_above
 from skyfab.errors import UsageError
 
 _BLOCK: Final = re.compile(r"(?m)^# /// script$\s(?P<content>(?:^#(?:| .*)$\s)+)^# ///$")
@@ -32,7 +33,6 @@ class Manifest:
     indexes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """URLs of package indexes, and the packages that each of them serves."""
     lock: str | None = None
-    includes: tuple[str, ...] = ()
 
 
 def find(path: Path, *, script_only: bool = False) -> Manifest | None:
@@ -42,24 +42,12 @@ def find(path: Path, *, script_only: bool = False) -> Manifest | None:
         return manifest
     for folder in () if script_only else folders_above(path):
         if (file := folder / "pyproject.toml").is_file():
-            manifest = _of_project(file, script)
+            manifest = _of_project(file)
             if manifest is not None:
                 return manifest
         if (file := folder / "requirements.txt").is_file():
             return Manifest(_shown(file), tuple(listed(file)))
     return None
-
-
-def folders_above(path: Path) -> Iterator[Path]:
-    """The folder of a script, or the folder itself, and those above it, up to the repository or the home folder."""
-    start = path.absolute().parent if path.is_file() else path.absolute()
-    outside = {Path.home(), Path(start.anchor)} - {start}
-    for folder in (start, *start.parents):
-        if folder in outside:
-            return
-        yield folder
-        if (folder / ".git").exists():
-            return
 
 
 def _of_script(script: Path) -> Manifest | None:
@@ -81,50 +69,24 @@ def _of_script(script: Path) -> Manifest | None:
     return replace(found, source=f"{shown} (PEP 723)" + (f" with {lock.name}" if found.lock else ""))
 
 
-def _of_project(file: Path, script: Path | None) -> Manifest | None:
+def _of_project(file: Path) -> Manifest | None:
     """None if the file says nothing about packages: it may hold only the settings of tools."""
     document, shown = read(file), _shown(file)
     project = document.get("project")
     if not isinstance(project, dict):
         return None
     if "dependencies" not in project:
-        if (found := _dynamic(document, project, file)) is None:
+        declared = project.get("dynamic", [])
+        is_dynamic = isinstance(declared, list) and "dependencies" in declared
+        if not is_dynamic or (file.parent / "requirements.txt").is_file():
             return None
-        project = {**project, "dependencies": found}
+        raise UsageError(
+            f"{shown}: its dependencies are dynamic: only its build backend knows them",
+            hint="list them in requirements.txt, or name them with --pip=…, or run with --no-project",
+        )
     lock = next((lock for folder in folders_above(file) if (lock := folder / "uv.lock").is_file()), None)
     manifest = _manifest(project, document.get("tool", {}), shown, lock, file.parent)
-    own = _own_packages(file.parent, project, script) if "build-system" in document else ()
-    return replace(
-        manifest, source=shown + (f" with {lock.name}" if manifest.lock and lock else ""), includes=tuple(own)
-    )
-
-
-def _dynamic(document: Mapping[str, Any], project: Mapping[str, Any], file: Path) -> list[str] | None:
-    """Dependencies that the build backend adds, where files list them; None if there are none, or requirements.txt."""
-    declared = project.get("dynamic", [])
-    if not isinstance(declared, list) or "dependencies" not in declared:
-        return None
-    table: Any = document.get("tool", {})
-    for key in ("setuptools", "dynamic", "dependencies", "file"):
-        table = table.get(key) if isinstance(table, dict) else None
-    files = [table] if isinstance(table, str) else table
-    if isinstance(files, list) and files and all(isinstance(name, str) for name in files):
-        return [requirement for name in files for requirement in listed(file.parent / name)]
-    if (file.parent / "requirements.txt").is_file():
-        return None
-    raise UsageError(
-        f"{_shown(file)}: its dependencies are dynamic: only its build backend knows them",
-        hint="list them in requirements.txt, or name them with --pip=…, or run with --no-project",
-    )
-
-
-def _own_packages(folder: Path, project: Mapping[str, Any], script: Path | None) -> Sequence[str]:
-    """The project's own packages, which would be installed with it; those beside the script are sent anyway."""
-    if (folder / "src").is_dir():
-        return (str(folder / "src"),)
-    package = folder / re.sub(r"[-_.]+", "_", str(project.get("name", ""))).lower()
-    beside = script is None or script.parent == folder
-    return () if beside or not (package / "__init__.py").is_file() else (str(package),)
+    return replace(manifest, source=shown + (f" with {lock.name}" if manifest.lock and lock else ""))
 
 
 def _manifest(
@@ -145,10 +107,10 @@ def _check_python(wanted: object, shown: str) -> None:
     try:
         fits = wanted is None or SpecifierSet(str(wanted)).contains(here, prereleases=True)
     except InvalidSpecifier:
-        raise UsageError(f"{shown}: requires-python is {wanted!r}", hint='as in ">=3.11"') from None
+        raise UsageError(f"{shown}: invalid requires-python: {wanted!r}", hint='as in ">=3.11"') from None
     if not fits:
         raise UsageError(
-            f"{shown} requires Python {wanted}, and skyfab runs with {here}: hosts run the same Python",
+            f"{shown} requires Python {wanted}, but skyfab runs with {here}: hosts run the same Python",
             hint=f"uvx --python '{wanted}' skyfab …",
         )
 
@@ -206,12 +168,8 @@ class _Sources:
         return UsageError(f"{self._shown} has no uv.lock, and {why}", hint="uv lock")
 
 
-def listed(path: Path, above: Sequence[Path] = ()) -> list[str]:
-    """The requirements in a file. Raises UsageError if it cannot be read or has options other than -r and --hash.
-
-    `above` are the files that have led to it.
-    """
-    above = (*above, path.resolve())
+def listed(path: Path) -> list[str]:
+    """The requirements in a file. Raises UsageError if it cannot be read or has options other than -r and --hash."""
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -221,11 +179,9 @@ def listed(path: Path, above: Sequence[Path] = ()) -> list[str]:
         line = re.sub(r"(^|\s)#.*", "", line).strip()
         other = re.fullmatch(r"(?:-r\s*|--requirement[\s=]\s*)(\S.*)", line)
         if other:
-            if (path.parent / other[1]).resolve() in above:
-                raise UsageError(f"{path}: -r {other[1]} leads back to {other[1]}", hint="take that line out")
-            found += listed(path.parent / other[1], above)
+            found += listed(path.parent / other[1])
         elif line.startswith("-") and not re.fullmatch(r"(-e|--editable)\s*\.", line):
-            raise UsageError(f"{path}: it may have requirements only, not {line!r:.80}", hint="--index=URL=packages")
+            raise UsageError(f"{path}: only requirements are supported, not {line!r:.80}", hint="--index=URL=packages")
         elif line not in ("", ".") and not line.startswith("-"):  # the project's own modules are sent anyway
             found.append(" ".join(line.split()))
     return found

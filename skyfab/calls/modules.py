@@ -1,18 +1,21 @@
 """Finds the modules that a program imports, by their names, in the folders of `sys.path` that are the user's own.
 
-A package is taken as a whole: its modules, its subpackages, and small data files. Of anything else, only the module
-itself. No folder is searched, so it does not matter what else is in it.
+The packages of a script's project are found too, installed or not. A package is taken as a whole: its modules, its
+subpackages, and small data files. Of anything else, only the module itself. No folder is searched, so it does not
+matter what else is in it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import re
 import site
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from skyfab.files.entries import FOLDER, LINK, Entry, walk
@@ -40,6 +43,7 @@ class Modules:
         script = _script_of(program)
         paths = [os.path.dirname(script)] if script else []
         paths += [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
+        paths += _project_folder(Path(script)) if script else []
         self._places = [(path, path) for path in dict.fromkeys(paths) if _is_own(path + os.sep)]
         self._names_in = names_in
         self._seen: set[str] = set()
@@ -65,7 +69,7 @@ class Modules:
         return [folder for folder, _ in self._places if folder in used]
 
     def add(self, names: Iterable[str]) -> None:
-        """Adds the modules of these names, and those that they import, as far as they are the user's own."""
+        """Adds the modules of these names, and those that they import, if they are the user's own."""
         waiting = list(names)
         while waiting:
             name = waiting.pop()
@@ -123,7 +127,7 @@ def _in_package(child: os.DirEntry[bytes], _: bytes) -> bool:
 
 
 def files_below(top: str, place: str, keeps: Keeps | None = None) -> Iterator[tuple[Entry, bytes]]:
-    """As `walk`, with files in place of links. What is removed meanwhile is missing."""
+    """As `walk`, with files instead of links. What is removed meanwhile is missing."""
     with contextlib.suppress(OSError):
         for entry, path in walk(os.fsencode(top), os.fsencode("" if place == "." else place), [], keeps):
             if entry.kind != LINK:
@@ -161,6 +165,26 @@ def _script_of(program: str | None) -> str | None:
     return path if os.path.isfile(path) and _is_own(path) else None
 
 
+def _project_folder(script: Path) -> list[str]:
+    """Where the packages of a script's project are, which need not be installed: ``src``, or its own folder."""
+    project = next((folder for folder in folders_above(script) if (folder / "pyproject.toml").is_file()), None)
+    if project is None:
+        return []
+    return [str(project / "src" if (project / "src").is_dir() else project)]
+
+
+def folders_above(path: Path) -> Iterator[Path]:
+    """The folder of a script, or the folder itself, and those above it, up to the repository or the home folder."""
+    start = path.absolute().parent if path.is_file() else path.absolute()
+    outside = {Path.home(), Path(start.anchor)} - {start}
+    for folder in (start, *start.parents):
+        if folder in outside:
+            return
+        yield folder
+        if (folder / ".git").exists():
+            return
+
+
 def _loaded_modules() -> Iterator[str]:
     """The names of the user's own modules that this process has loaded."""
     for name, module in list(sys.modules.items()):
@@ -176,17 +200,12 @@ def _modules_here() -> list[str]:
     return modules + [name for name in found if os.path.isfile(os.path.join(name, _INIT))]
 
 
-_own: dict[str, bool] = {}
-
-
+@functools.cache
 def _is_own(file: str) -> bool:
     """Whether a file belongs to neither Python, nor an installed package."""
-    known = _own.get(file)
-    if known is None:
-        real = os.path.realpath(file)
-        known = not any(place.startswith(_INSTALLED) for place in (file, real, real + os.sep))
-        _own[file] = known = known and "site-packages" not in real and "dist-packages" not in real
-    return known
+    real = os.path.realpath(file)
+    is_installed = any(place.startswith(_INSTALLED) for place in (file, real, real + os.sep))
+    return not is_installed and "site-packages" not in real and "dist-packages" not in real
 
 
 def _installed() -> tuple[str, ...]:

@@ -25,8 +25,8 @@ def check() -> None:
         _refuse(frame)
     if depth() >= _DEEPEST:
         raise UsageError(
-            f"a pool inside a pool, {_DEEPEST} deep already: does a function open one that calls it again?",
-            hint="open pools in the program, and have functions return what is to be done next",
+            f"pools are nested {_DEEPEST} deep: does a function open a pool that calls it again?",
+            hint="open pools in the program, and have functions return the work to do next",
         )
 
 
@@ -56,16 +56,13 @@ def _module_frame() -> FrameType | None:
 
 
 def _refuse(frame: FrameType) -> None:
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    name = os.path.basename(file)  # noqa: PTH119
-    guard = 'if __name__ == "__main__":'
+    name, line = os.path.basename(frame.f_code.co_filename), frame.f_lineno  # noqa: PTH119
     if frame.f_globals.get("__name__") == "__main__":
         raise UsageError(
-            f"{file}, line {line}: the script opens a pool while every rank runs it",
-            hint=f"start it without skyfab run: python {name}; or put that below {guard} "
-            f"and name what ranks should run: skyfab run {name}:function",
+            f"{name}, line {line}: the script opens a pool while every rank runs it",
+            hint=f"start it without skyfab run: python {name}; or name a function to run: skyfab run {name}:function",
         )
     raise UsageError(
-        f"{file}, line {line}: the module opens a pool while a rank imports it",
-        hint=f"put what opens the pool below {guard}",
+        f"{name}, line {line}: the module opens a pool while a rank imports it",
+        hint='open the pool below if __name__ == "__main__":',
     )

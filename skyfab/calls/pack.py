@@ -83,7 +83,7 @@ def pack_arguments(call: Call[Any]) -> codec.Payload:
                 raise NotPicklable(
                     f"argument {name!r} of {call.function.label}, a {type(value).__qualname__}, "
                     f"cannot be pickled: {found}",
-                    hint="make it inside the function, or pass what it is made from",
+                    hint="create it inside the function, or pass the data that it is made from",
                 ) from error
         raise NotPicklable(f"the arguments of {call.function.label} cannot be pickled: {error}") from error
 
@@ -176,7 +176,7 @@ def _culprit(fn: Any) -> str | None:
         try:
             codec.dumps(value)
         except Exception:
-            return f"it uses {name!r}, a {type(value).__qualname__}: make that inside the function"
+            return f"it uses {name!r}, a {type(value).__qualname__}: create it inside the function"
     return None
 
 

@@ -37,7 +37,7 @@ class _Include:
     root: Path
     """The folder that is on `sys.path` on hosts: the path itself, or that of a file or package."""
     place: PurePath | None
-    """Where the root is in the working directory; None if its files are not copied there."""
+    """Where the root is in the working folder; None if its files are not copied there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Project:
         self._next_scan = 0.0
         self._folders: set[str] = set()
         self._changes = Changes()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # reentrant: a signal handler may make a call
 
     def tree(self, *, anew: bool = False) -> Tree:
         """The project as it is now.
@@ -160,7 +160,7 @@ class Project:
 
 
 def _paths(number: int, include: _Include, entry: Entry, path: bytes, numbers: Mapping[str, int]) -> Iterator[str]:
-    """The paths of an included file in a tree: for `sys.path`, in the working directory, and beside modules as here."""
+    """The paths of an included file in a tree: for `sys.path`, in the working folder, and beside modules as here."""
     yield f"{number:03d}/{text(entry.path)}"
     if include.place is not None:
         yield (PurePath("files") / include.place / text(entry.path)).as_posix()
@@ -189,12 +189,12 @@ def with_local_paths(trace: str) -> str:
     """
     for there, folder in _LAID_OUT.items():
         trace = trace.replace(f'File "{there}/', f'File "{folder}/')
-    return _THERE.sub(lambda found: folder_here(found[1], int(found[2])), trace)
+    return _THERE.sub(_folder_here, trace)
 
 
-def folder_here(digest: str, number: int) -> str:
+def _folder_here(found: re.Match[str]) -> str:
     """The folder on this machine that is this one in a tree on hosts; empty if that is not known."""
-    folders = _SENT.get(digest, ())
+    folders, number = _SENT.get(found[1], ()), int(found[2])
     return f"{folders[number]}{os.sep}" if number < len(folders) else ""
 
 

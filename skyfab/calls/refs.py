@@ -56,7 +56,7 @@ class Ref(Packed, Generic[T]):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise UsageError(
-            f"{self!r} works as an argument of a call only, and cannot be pickled otherwise",
+            f"{self!r} can be pickled only as an argument of a call",
             hint="pass it to a call: f(ref) >> compute; or pickle the object itself: ref.get()",
         )
 
@@ -68,6 +68,6 @@ def put(obj: T) -> Ref[T]:
         memory = pack(obj)
     except Exception as error:
         raise NotPicklable(
-            f"the object to put, a {kind}, cannot be pickled: {error}", hint="put what it is made from"
+            f"the object to put, a {kind}, cannot be pickled: {error}", hint="put the data that it is made from"
         ) from error
     return Ref(name_of(memory), memory, kind)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from skyfab.calls.project import folder_here, with_local_paths
+from skyfab.calls.project import with_local_paths
 from skyfab.errors import (
     CallCancelled,
     CallTimeout,
@@ -27,8 +27,6 @@ from skyfab.protocol.messages import Message
 
 _LONGEST: Final = 1000
 """Longest path, in characters, that is looked up."""
-_BESIDE: Final = re.compile(r"/trees/([0-9a-f]{64})/([0-9]{3})/(.+)")
-"""A path inside a project tree on a host."""
 
 
 def image_option(name: str, value: str = "") -> str:
@@ -77,6 +75,26 @@ def unpack_result(
     raise ProtocolError(f"{message.op} where a result was expected", host=host)
 
 
+def deliver(
+    to: Callable[[Any, Exception | None], None],
+    message: Message,
+    buffers: list[memoryview],
+    *,
+    unpack: Callable[..., Any] = unpack_result,
+    **about: Any,
+) -> None:
+    """Calls `to` with the result of `unpack`, or with None and the exception that it raises."""
+    try:
+        value = unpack(message, buffers, **about)
+    except Exception as error:
+        to(None, error)
+    except BaseException as error:  # raised by unpickling the result, or by a signal handler of the program
+        to(None, not_unpickled(error, host=about["host"], rank=about["rank"], label=about["label"]))
+        raise
+    else:
+        to(value, None)
+
+
 def unpickle(
     data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool = False
 ) -> Any:
@@ -91,12 +109,12 @@ def unpickle(
 
 
 def not_unpickled(error: BaseException, *, host: str, rank: int | None, label: str) -> NotPicklable:
-    """The error for a result that cannot be unpickled here."""
+    """The error for a result that cannot be unpickled on this machine."""
     return NotPicklable(
-        f"the result of {label} cannot be unpickled here: {type(error).__name__}: {error}",
+        f"the result of {label} cannot be unpickled on this machine: {type(error).__name__}: {error}",
         host=host,
         rank=rank,
-        hint="is everything that it consists of installed on this machine too?",
+        hint="are the packages of its classes installed on this machine?",
     )
 
 
@@ -153,12 +171,12 @@ def _note(error: BaseException, host: str) -> str | None:
         included = image_option("includes", os.path.relpath(here))
         return f"hint: {here} exists on this machine, not on {host}: {included} sends it along"
     if type(error) is EOFError and str(error) == "EOF when reading a line":
-        return f"hint: no keyboard is connected to processes on {host}: pass what input() should return as an argument"
+        return f"hint: processes on {host} have no keyboard input: pass the value as an argument"
     return None
 
 
 def _package(module: object) -> str:
-    """The package that a module belongs to, as far as this machine knows."""
+    """The package that a module belongs to, if this machine knows it."""
     if not isinstance(module, str) or not re.fullmatch(r"[A-Za-z_][\w.]{0,100}", module, re.ASCII):  # from the host
         return "…"
     from importlib.metadata import packages_distributions
@@ -168,16 +186,14 @@ def _package(module: object) -> str:
 
 
 def _found_here(name: object) -> Path | None:
-    """The local counterpart of a file that a call looked for in its working directory or beside a module, if any."""
+    """The local counterpart of a file that a call looked for in its working folder or beside a module, if any."""
     if not isinstance(name, str) or len(name) > _LONGEST or not name.isprintable():  # from the host: not trusted
         return None
-    beside = _BESIDE.search(name)
-    folders = (Path.cwd(), Path(folder_here(beside[1], int(beside[2])))) if beside else (Path.cwd(),)
-    inner = Path(beside[3] if beside else name)
-    if inner.is_absolute():
+    local = with_local_paths(f'File "{name}"')[6:-1]
+    if local == name and name.startswith("/"):
         return None
     with contextlib.suppress(OSError):
-        return next((path for folder in folders if (path := folder / inner).exists()), None)
+        return path if (path := Path.cwd() / local).exists() else None
     return None
 
 
@@ -199,7 +215,7 @@ def _ending(message: messages.Ended, host: str, rank: int | None, label: str) ->
     if why in ("exit", "died"):
         hint = None
         if message.exitcode == -9 and "memory" in text:
-            hint = "give it less at a time, or run fewer ranks on this host (ranks=…)"
+            hint = "process less data at a time, or run fewer ranks on this host (ranks=…)"
         elif message.exitcode == -11:
             hint = "the lines above from faulthandler show where"
         return WorkerDied(f"{label}: {text}", exitcode=message.exitcode, host=host, rank=rank, hint=hint)

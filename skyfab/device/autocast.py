@@ -12,16 +12,6 @@ from skyfab.device.tensors import TYPE, is_remote
 
 _LOWER: Final = frozenset(
     (
-        "conv1d",
-        "conv2d",
-        "conv3d",
-        "conv_tbc",
-        "conv_transpose1d",
-        "conv_transpose2d.input",
-        "conv_transpose3d.input",
-        "convolution",
-        "_convolution",
-        "_convolution.deprecated",
         "matmul",
         "mm",
         "mv",
@@ -44,6 +34,7 @@ _LOWER: Final = frozenset(
         "rnn_relu_cell",
     )
 )
+"""They run in the lower precision, and so do all convolutions."""
 _PROMOTED: Final = frozenset(
     ("addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "vdot", "grid_sampler", "index_put", "tensordot")
 ) | {"scatter_add", "binary_cross_entropy"}
@@ -64,7 +55,8 @@ def register() -> list[torch.library.Library]:
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, base), overload or "default")
             if name not in _PROMOTED:
-                kernel = _linear if name == "linear" else _casting(op, lower=name in _LOWER)
+                is_lower = name in _LOWER or name.lstrip("_").startswith("conv")
+                kernel = _linear if name == "linear" else _casting(op, lower=is_lower)
                 library.impl(name, kernel, "AutocastPrivateUse1")
     return [rest, library]
 

@@ -86,8 +86,8 @@ def register() -> None:
     if torch.accelerator.is_available():
         own = torch.accelerator.current_accelerator()
         print(
-            f"skyfab: PyTorch has one accelerator in a process: from now on the remote one. Tensors on {own} still "
-            "work, but backward() over them does not: to train on it, use another process.",
+            f"skyfab: PyTorch supports one accelerator per process: now the remote one. Tensors on {own} still "
+            "work, but backward() over them does not: to train on them, use another process.",
             file=sys.stderr,
         )
     _setup(TYPE, backend_module=torch_sky, device_guard=_Guard())

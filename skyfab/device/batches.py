@@ -6,7 +6,7 @@ import itertools
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from skyfab.device.call_site import CallSite
 from skyfab.errors import DeviceError, ProtocolError, SkyfabError
@@ -31,36 +31,14 @@ Entry = tuple[Sequence[Any], CallSite, int, bool]
 autograd has recorded."""
 
 
-class Observer(Protocol):
-    """Is called for what all streams do (profile.py)."""
-
-    def sent(self, instructions: Sequence[Sequence[Any]], size: int) -> None:
-        """A batch of `size` bytes was sent."""
-
-    def received(self, size: int) -> None:
-        """A reply has come."""
-
-    def waited(self, site: CallSite, seconds: float) -> None:
-        """The program has waited at a line."""
-
-
-observers: Final[list[Observer]] = []
-
-
-class Sender(Protocol):
-    """The stream that has sent a batch."""
-
-    def worker_died(self, why: str, entries: Sequence[Entry]) -> Exception:
-        """The error for a device whose process has ended, while or after it executed these instructions."""
-
-    def replied(self, batch: Batch, error: Exception | None) -> None:
-        """A batch was answered, or never will be. Called by the thread that reads."""
+observers: Final[list[Any]] = []
+"""The profiles (profile.py) that count what all streams do."""
 
 
 class Batch:
-    """Instructions that were sent, until their reply. It is the `Caller` of its call."""
+    """Instructions that a `DeviceStream` has sent, until their reply. It is the `Caller` of its call."""
 
-    def __init__(self, stream: Sender, entries: Sequence[Entry], size: int) -> None:
+    def __init__(self, stream: Any, entries: Sequence[Entry], size: int) -> None:
         self._stream = stream
         self.entries = entries
         self.size = size

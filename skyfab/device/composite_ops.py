@@ -22,14 +22,8 @@ _aten: Final = torch.ops.aten
 _cache: Final = plans.new_cache()
 _OPERATORS: Final = (
     _aten.scaled_dot_product_attention.default,
-    _aten.lstm.input,
-    _aten.lstm.data,
-    _aten.gru.input,
-    _aten.gru.data,
-    _aten.rnn_tanh.input,
-    _aten.rnn_tanh.data,
-    _aten.rnn_relu.input,
-    _aten.rnn_relu.data,
+    *(packet.input for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu)),
+    *(packet.data for packet in (_aten.lstm, _aten.gru, _aten.rnn_tanh, _aten.rnn_relu)),
     _aten.lstm_cell.default,
     _aten.gru_cell.default,
     _aten.rnn_tanh_cell.default,

@@ -38,15 +38,12 @@ def open_device(name: str, link: HostLink) -> DeviceStream:
             (old.index for old in tensors.streams if old.is_lost and not tensors.has_tensors(old)), len(tensors.streams)
         )
         if index > 127:
-            raise UsageError(
-                "too many remote devices: a process can have 128", hint="close pools that you do not use any more"
-            )
+            raise UsageError("too many remote devices: a process can have 128", hint="close unused pools")
         stream = DeviceStream(index, name, link)
         if index < len(tensors.streams):  # the plans and layouts of the closed device refer to it
             tensors.forget_layouts(index)
             plans.forget_plans()
         tensors.streams[index : index + 1] = [stream]
-    hint = f'Image(pip=["torch=={torch.__version__.split("+")[0]}"])'
     asked = stream.start([wire.HELLO])
     with _registering:
         backend.register()  # while the host imports torch
@@ -55,8 +52,14 @@ def open_device(name: str, link: HostLink) -> DeviceStream:
     if str(theirs).split(".")[:2] != torch.__version__.split(".")[:2]:
         stream.close()
         link.close()
-        found = f"has torch {theirs}, this program has {torch.__version__}: major and minor version must be equal"
-        raise HostUnfit(found if theirs else "its Python has no torch", host=link.name, hint=hint)
+        if not theirs:
+            hint = "Compute(…, plugins=[sky.plugins.torch()])"
+            raise HostUnfit("its Python has no torch", host=link.name, hint=hint)
+        raise HostUnfit(
+            f"has torch {theirs}, this program has {torch.__version__}: major and minor version must be equal",
+            host=link.name,
+            hint=f'Image(pip=["torch=={torch.__version__.split("+")[0]}"])',
+        )
     stream.emit([wire.SEED, torch.initial_seed() % (1 << 64), 0])  # torch.manual_seed may have come before
     stream.emit(patches.settings())
     return stream
@@ -88,7 +91,7 @@ def memory(device: torch.device) -> dict[str, int]:
     from skyfab.host.device import wire
 
     stream = _stream_of(device)
-    stream.flush()  # what is not used any more is freed at the end of a batch
+    stream.flush()  # what is no longer used is freed at the end of a batch
     batch = stream.ask([wire.SYNC])
     batch.value()
     found = {name: batch.document.get(name) for name in ("allocated", "free", "total", "tensors")}
@@ -124,9 +127,9 @@ def prefetch(loader: Iterable[T], device: torch.device, depth: int = 2) -> Itera
 def run_on(device: torch.device, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Calls ``function(*args, **kwargs)`` on the host of `device`, which uses remote tensors among them directly.
 
-    Tensors that it returns stay on the host. Numbers, strings, None, and lists, tuples and dicts of all these come
-    back. A generator function returns an iterator, and what it yields comes back as it is yielded. Raises DeviceError
-    if the function raises, and NotPicklable.
+    Tensors that it returns stay on the host. Numbers, strings, None, and lists, tuples and dicts of all these are
+    returned. A generator function returns an iterator over its values, as they arrive. Raises DeviceError if the
+    function raises, and NotPicklable.
     """
     from skyfab.device import remote_functions
 

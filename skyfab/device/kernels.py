@@ -298,7 +298,7 @@ def _check_dtypes(op: Any, args: Sequence[Any]) -> None:
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:
-    """The values, with the items of lists in place of the lists."""
+    """The values, with the items of lists instead of the lists."""
     return [item for value in values for item in (value if isinstance(value, list | tuple) else (value,))]
 
 

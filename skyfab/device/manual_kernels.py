@@ -12,7 +12,7 @@ from skyfab.device import p2p_client, tensors
 from skyfab.device.arguments import is_recorded, refuse_overlap
 from skyfab.device.batches import Batch
 from skyfab.device.kernels import make_kernel
-from skyfab.device.stream import DeviceStream
+from skyfab.device.stream import DeviceFuture, DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layout_of, operand, stream_of
 from skyfab.errors import ProtocolError
 from skyfab.host.device import wire
@@ -239,30 +239,13 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
     return result
 
 
-class _Fetched(Future[torch.Tensor]):
-    """A copy in progress. If its result is asked for, no later use of the device raises its error."""
-
-    def __init__(self, stream: DeviceStream) -> None:
-        super().__init__()
-        self._stream = stream
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        error = super().exception(timeout)
-        self._stream.consume(error)
-        return error
-
-    def result(self, timeout: float | None = None) -> torch.Tensor:
-        self.exception(timeout)
-        return super().result()
-
-
 def fetch_later(tensor: torch.Tensor) -> Future[torch.Tensor]:
     """Starts to copy a tensor to this machine's memory."""
     if not is_remote(tensor):
         copied: Future[torch.Tensor] = Future()
         copied.set_result(tensor.detach().clone())
         return copied
-    future = _Fetched(stream_of(tensor))
+    future = DeviceFuture(stream_of(tensor))
     future.set_running_or_notify_cancel()
     tensor = tensor.detach().resolve_conj().resolve_neg()
 

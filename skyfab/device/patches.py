@@ -126,7 +126,7 @@ def _sending_settings(original: Any) -> Any:
 
 
 def _printed(original: Any) -> Any:
-    """Prints the values with one wait in place of several."""
+    """Prints the values with one wait instead of several."""
 
     @functools.wraps(original)
     def shown(self: Any, *, tensor_contents: str | None = None) -> str:
@@ -195,7 +195,7 @@ class _Generator(_OwnGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
 
 
 class _Raised(threading.local):
-    """What a hook has raised in a backward of a thread, while PyTorch does not know it any more."""
+    """What a hook has raised in a backward of a thread, while PyTorch no longer knows it."""
 
     error: BaseException | None = None
 

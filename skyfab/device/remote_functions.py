@@ -99,8 +99,8 @@ class _RemoteIterator(Iterator[Any]):
         while not self._values:
             if self._is_over:
                 raise StopIteration
-            while len(self._waiting) < _AHEAD:
-                self._ask()
+            while len(self._waiting) < _AHEAD and not (self._waiting and self._stream.earlier_error):
+                self._ask()  # raises an earlier error: that of a later value, if there are values to come
             self._receive()
         return self._values.popleft()
 
@@ -229,7 +229,7 @@ def _is_plain(value: object) -> bool:
 
 
 class _Skeleton:
-    """Pickles a module with tensors on the meta device in place of its own."""
+    """Pickles a module with tensors on the meta device instead of its own."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self._module = module

@@ -14,6 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from skyfab.device.batches import Batch, Entry, Then, current, observers
@@ -78,7 +79,7 @@ class DeviceStream:
         """The device's name on its host."""
         self.link = link
         self.freed: list[int] = []
-        """Ids that are not used any more."""
+        """Ids that are no longer used."""
         self.dead: list[RemoteStorage] = []
         """Storages that are gone. The garbage collector appends to it."""
         self.limit = BATCH
@@ -94,7 +95,7 @@ class DeviceStream:
         self._error: DeviceError | None = None
         """What the next use of the device raises, on any thread."""
         self._skipped: list[Entry] = []
-        """Instructions that the host has not executed because of it, as far as it has replied."""
+        """Instructions that the host has not executed because of it, according to its replies so far."""
         self._lost: Exception | None = None
         """Why the device can no longer be used."""
         self._uploads: list[memoryview] = []
@@ -126,7 +127,7 @@ class DeviceStream:
             self.flush()
 
     def upload(self, instruction: Sequence[Any], data: memoryview, *, recorded: bool = False) -> None:
-        """Adds an instruction whose last item is the number of a buffer. The memory must not change any more."""
+        """Adds an instruction whose last item is the number of a buffer. The memory must not change from then on."""
         with self.link.guard, self._lock:
             self.buffer.append(((*instruction, len(self._uploads)), find_call_site(), current.thread, recorded))
             self._uploads.append(data)
@@ -261,7 +262,7 @@ class DeviceStream:
         return batch
 
     def take_freed(self) -> list[int]:
-        """The ids that are not used any more, since this was called last."""
+        """The ids that are no longer used, since this was called last."""
         with self.link.guard, self._lock:
             dead, freed = self.dead[:], self.freed[:]
             del self.dead[: len(dead)], self.freed[: len(freed)]  # other threads append meanwhile
@@ -362,13 +363,30 @@ class DeviceStream:
         self.buffer.clear()
 
     def close(self) -> None:
-        """The pool closes: the device cannot be used any more."""
+        """The pool closes: the device can no longer be used."""
         with self._lock:
             self._lost = self._lost or UsageError(
                 "the pool of this device is closed; its tensors are lost", host=self.link.name
             )
             self.limit = 0
             self.buffer.clear()
+
+
+class DeviceFuture(Future[Any]):
+    """A future of a device. If it has raised an error of the device, no later use of the device does."""
+
+    def __init__(self, stream: DeviceStream) -> None:
+        super().__init__()
+        self._stream = stream
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        error = super().exception(timeout)
+        self._stream.consume(error)
+        return error
+
+    def result(self, timeout: float | None = None) -> Any:
+        self.exception(timeout)
+        return super().result()
 
 
 def _out_of_band(into: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:

@@ -193,7 +193,7 @@ def stream_of(tensor: torch.Tensor) -> DeviceStream:
 
 
 def operand(tensor: torch.Tensor) -> tuple[Any, Any]:
-    """What an instruction has in place of a tensor, and its layout, for any tensor; kernels have a faster way.
+    """What an instruction has instead of a tensor, and its layout, for any tensor; kernels have a faster way.
 
     A tensor without dimensions that is in this process's memory is sent by value. Raises RuntimeError for others.
     """

@@ -69,9 +69,9 @@ class Entry:
             raise ProtocolError(f"not a file: {row!r:.200}")
         fits = 0 <= size <= _LARGEST and -_LATEST <= time <= _LATEST and 0 <= mode <= 0o777
         if not fits or not is_inner(entry.path):
-            raise ProtocolError(f"a path, size or time that no file has: {row!r:.200}")
+            raise ProtocolError(f"invalid path, size or time: {row!r:.200}")
         if (kind == LINK) != bool(link) or (link and not leads_inside(entry.path, entry.link)):
-            raise ProtocolError(f"a link that leads out of its folder: {row!r:.200}")
+            raise ProtocolError(f"a link that points outside its folder: {row!r:.200}")
         return entry
 
 
@@ -168,10 +168,10 @@ def _entry(child: os.DirEntry[bytes], path: bytes, base: int, skipped: list[Skip
                 return Entry(path, LINK, link=link)
             about = os.stat(child.path)
             if stat.S_ISDIR(about.st_mode):
-                skipped.append((path, "a link to a folder that is elsewhere"))
+                skipped.append((path, "a link to a folder outside it"))
                 return None
     except FileNotFoundError:
-        skipped.append((path, "gone, or a link that leads nowhere"))
+        skipped.append((path, "missing, or a broken link"))
         return None
     if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
         skipped.append((path, "neither a file nor a folder"))

@@ -20,7 +20,7 @@ ROWS: Final = 2000
 SMALL: Final = 1024 * 1024 - 4096
 """Files of up to this size are read and written as a whole, many in one message.
 
-Messages of 1 MiB and more are received into memory that is mapped anew for each.
+Messages of 1 MiB and more are received into memory that is newly mapped for each.
 """
 PIECE: Final = SMALL
 """Bytes of a larger file that are read and written at a time."""
@@ -34,15 +34,15 @@ class Source:
     def __init__(self, found: Iterable[tuple[Entry, bytes]], skipped: list[Skip]) -> None:
         self._found = iter(found)
         self._skipped = skipped
-        self._paths: list[bytes] = []
+        self.paths: list[bytes] = []
 
     def rows(self) -> tuple[list[Row], list[tuple[str, str]]]:
         """The next entries, and what was left out meanwhile. Empty: there are no more."""
         rows: list[Row] = []
         for entry, path in self._found:
-            if len(self._paths) >= MOST_ENTRIES:
+            if len(self.paths) >= MOST_ENTRIES:
                 raise OSError(7, f"more than {MOST_ENTRIES} files and folders")
-            self._paths.append(path)
+            self.paths.append(path)
             rows.append(entry.row)
             if len(rows) == ROWS:
                 break
@@ -98,15 +98,15 @@ class Source:
         finally:
             os.close(fd)
         if len(data) < size:
-            raise OSError(5, "it became shorter while it was read", self._paths[number])
+            raise OSError(5, "it was truncated while it was read", self.paths[number])
         return (data,)
 
     def _open(self, number: int) -> tuple[int, os.stat_result]:
-        fd = os.open(self._paths[number], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        fd = os.open(self.paths[number], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         about = os.fstat(fd)
         if not stat.S_ISREG(about.st_mode):  # replaced since it was listed
             os.close(fd)
-            raise FileNotFoundError(2, "not a file any more", self._paths[number])
+            raise FileNotFoundError(2, "no longer a file", self.paths[number])
         return fd, about
 
 

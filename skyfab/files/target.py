@@ -45,11 +45,8 @@ class Target:
         self._seen: set[bytes] = set()
         self._drafts: dict[int, Draft] = {}
         self._part = own_part()
-        self._modes: dict[int, bool] = {}
-        """Whether a new file gets just this mode."""
-        self._new: set[bytes] = set()
-        """Folders that this transfer has made."""
         self._written: set[bytes] = set()
+        """Folders into which small files were written."""
 
     def close(self) -> None:
         for draft in self._drafts.values():
@@ -91,15 +88,13 @@ class Target:
 
     def _look(self, entry: Entry) -> tuple[str, int, str] | None:
         folder, name = self._place(entry)
-        if entry.path[: -len(name) - 1] in self._new:
-            return MISSING, 0, ""
         begun = self._size(folder, part_of(name)) if entry.size > SMALL else 0
         try:
             about = os.stat(name, dir_fd=folder, follow_symlinks=False)
         except FileNotFoundError:
             return MISSING, begun, ""
         if stat.S_ISDIR(about.st_mode):
-            raise IsADirectoryError(21, "a folder is where a file should be", self._shown(entry))
+            raise IsADirectoryError(21, "expected a file, found a folder", self._shown(entry))
         if self._keep_newer and about.st_mtime_ns > entry.time + _SECOND:
             return NEWER, 0, ""
         if not stat.S_ISREG(about.st_mode) or about.st_size != entry.size:
@@ -151,22 +146,18 @@ class Target:
             at += size
 
     def _write(self, entry: Entry, content: memoryview, time: int) -> None:
-        """Writes a small file, with as few system calls as possible."""
+        """Writes a small file."""
         folder, name = self._place(entry)
         above = entry.path[: -len(name)]
         if above not in self._written:
             self._written.add(above)
-            if above[:-1] not in self._new:
-                remove_stale(folder)
+            remove_stale(folder)
         fd = os.open(self._part, _WRITE, entry.mode, dir_fd=folder)
         try:
             try:
                 while content:
                     content = content[os.write(fd, content) :]
-                if self._modes.get(entry.mode) is None:  # the umask may have taken something away
-                    self._modes[entry.mode] = os.fstat(fd).st_mode & 0o777 == entry.mode
-                if not self._modes[entry.mode]:
-                    os.fchmod(fd, entry.mode)
+                os.fchmod(fd, entry.mode)  # the umask may have taken something away
                 os.utime(fd, ns=(time, time))
             finally:
                 os.close(fd)
@@ -194,14 +185,12 @@ class Target:
             draft.cut(at)
         draft.write(data)
         if draft.size == entry.size:
-            self._commit(self._drafts.pop(number), entry, entry.time)
-
-    def _commit(self, draft: Draft, entry: Entry, time: int) -> None:
-        try:
-            draft.commit(time)
-        except OSError as error:
-            draft.discard()
-            raise OSError(error.errno, error.strerror, self._shown(entry)) from None
+            del self._drafts[number]
+            try:
+                draft.commit(entry.time)
+            except OSError as error:
+                draft.discard()
+                raise OSError(error.errno, error.strerror, self._shown(entry)) from None
 
     def finish(self) -> None:
         """Everything is there: folders get their modes and times, the deepest first."""
@@ -249,11 +238,10 @@ class Target:
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o755, dir_fd=parent)
-                self._new.add(path)
             fd = os.open(name, _INNER, dir_fd=parent)
         except OSError as error:
             is_link = error.errno in (20, 40, 62)  # ENOTDIR, ELOOP of Linux and of macOS
-            what = "a link or a file is where a folder should be" if is_link else error.strerror
+            what = "expected a folder, found a link or a file" if is_link else error.strerror
             raise OSError(error.errno, what, os.path.join(self.path, path)) from None
         while len(self._open) > _FOLDERS:
             oldest = next(key for key in self._open if key)

@@ -173,7 +173,7 @@ class Transfer:
         self.report.entries = len(self._rows)
         self.report.files, self.report.size = len(files), sum(row[2] for row in files)
         if len({number for number, _ in wanted}) < len(wanted):
-            raise ProtocolError("a file that is wanted twice")
+            raise ProtocolError("a file requested twice")
         return wanted
 
     def _judge(self, answer: Reply) -> Iterator[tuple[int, int]]:
@@ -260,10 +260,10 @@ class Transfer:
 
     def _pass_pack(self, numbers: list[int], most: int, found: list[list[int]], data: Any) -> None:
         if [number for number, _, _ in found] != numbers or len(data) > most:
-            raise ProtocolError("other files than were asked for")
+            raise ProtocolError("files that were not requested")
         for number, size, _ in found:
             if size == GONE:
-                self.report.note(self._rows[number][0], "gone, or changed while it was read")
+                self.report.note(self._rows[number][0], "removed, or changed while it was read")
                 self._advance(self._size(number))
             else:
                 self.report.sent += 1
@@ -271,7 +271,7 @@ class Transfer:
 
     def _pass_piece(self, number: int, at: int, size: int, data: Any) -> None:
         if len(data) != size:
-            raise ProtocolError(f"{len(data)} bytes where {size} were asked for")
+            raise ProtocolError(f"{len(data)} bytes where {size} were requested")
         self._writing.append((self._target.ask("piece", number, at, data), len(data)))
 
     def _wait_for_writing(self, most: int) -> None:

@@ -112,7 +112,7 @@ class Reader:
         if got is None:
             raise BlockingIOError
         self._end += got
-        if got >= HEADER.size and self._end == got:
+        if self._end == got:
             # The common case: the read returned exactly one frame.
             kind, head, stream, length = HEADER.unpack_from(scratch)
             if got == HEADER.size + length and head <= length and kind in KINDS and kind != DATA:

@@ -162,13 +162,13 @@ class Spawn(Message):
     port: int = 0
     """A port that was opened with Listen: the process inherits its listening socket."""
     workdir: str = ""
-    """The working directory: a path, or the name of a project's folder in the cache; empty: the pool's own folder."""
+    """The working folder: a path, or the name of a project's folder in the cache; empty: the pool's own folder."""
     include: bool = True
-    """Whether the tree's files for the working directory are copied into it."""
+    """Whether the tree's files for the working folder are copied into it."""
     pipelined: bool = False
     """Calls are passed on to the process as they arrive, and not one by one after the reply to the one before."""
     reported: bool = True
-    """Whether Written tells of files that appear in the working directory from now on."""
+    """Whether Written tells of files that appear in the working folder from now on."""
     plain: bool = False
     """Results and exceptions are encoded as plain data: the client does not unpickle anything."""
 
@@ -228,11 +228,7 @@ class Detach(Message):
 
 
 class Written(Message):
-    """Ask which files were written in persistent working directories. Reply: Done, with a list in JSON."""
-
-    fetched: Sequence[str] = ()
-    """If there are any, nothing is asked: files that these paths and patterns name have been fetched by now, and are
-    reported only if they are written again."""
+    """Ask which files were written in persistent working folders. Reply: Done, with a list in JSON."""
 
 
 class Has(Message):

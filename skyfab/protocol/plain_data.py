@@ -2,7 +2,7 @@
 
 None, bool, int, float and str are what they are in JSON. Anything else is a list: the name of its type, and the values
 that it is made of, in the same form. The last value of bytes, arrays and tensors is the number of a buffer, or base64
-in place of a small one. An object that is referred to twice is decoded as two objects.
+instead of a small one. An object that is referred to twice is decoded as two objects.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ def _refuse(what: object) -> NoReturn:
 
 
 def _is(value: Any, kind: type) -> Any:
-    return value if type(value) is kind else _refuse(f"a {type(value).__name__} in place of a {kind.__name__}")
+    return value if type(value) is kind else _refuse(f"a {type(value).__name__} instead of a {kind.__name__}")
 
 
 # ---- encoding and decoding
@@ -120,7 +120,7 @@ class _Encoder:
         if _are_json((value,)):
             return value
         if depth > _DEEPEST:
-            _refuse("data that is nested too deep, or contains itself")
+            _refuse("data that is nested too deeply, or contains itself")
         kind = type(value)
         name = kind.__name__ if kind in _PYTHON else _library_name(value) or _refuse(kind)
         found = _TYPES[name]
@@ -145,7 +145,7 @@ class _Decoder:
         if type(node) is not list:
             return _refuse("a JSON object") if type(node) is dict else node
         if depth > _DEEPEST:
-            _refuse("data that is nested too deep")
+            _refuse("data that is nested too deeply")
         name, *values = node
         found = _TYPES.get(name) or _refuse(f"{name!r:.100}")
         if not _JSON.issuperset(map(type, values)):
@@ -217,7 +217,7 @@ def _dtype(description: Any) -> Any:
 def _extents(given: Sequence[Any]) -> Sequence[int]:
     """A shape or strides."""
     if len(given) > 64 or any(type(one) is not int or one < 0 for one in given):
-        _refuse("an odd shape")
+        _refuse("an invalid shape")
     return given
 
 
@@ -232,7 +232,7 @@ def _array(description: Any, shape: tuple[int, ...], order: str, memory: Any) ->
 
     dtype = _dtype(description)
     if len(memory) != math.prod(_extents(shape)) * dtype.itemsize:
-        _refuse("an array of another size than its memory")
+        _refuse("an array whose size differs from its memory")
     return np.ndarray(shape, dtype, memory, order="F" if order == "F" else "C")
 
 
@@ -270,7 +270,7 @@ def _tensor(name: str, shape: Sequence[int], strides: Sequence[int], device: str
     dtype, count = _torch_dtype(name), math.prod(_extents(shape))
     last = sum((extent - 1) * step for extent, step in zip(shape, _extents(strides), strict=True))
     if len(memory) != count * dtype.itemsize or (count and last >= count):
-        _refuse("a tensor of another size than its memory")
+        _refuse("a tensor whose size differs from its memory")
     flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype) if count else torch.empty(0, dtype=dtype)
     return flat.as_strided(shape, strides).to(codec.torch_device(device)).requires_grad_(grad)
 

@@ -18,22 +18,15 @@ async def double(x: int) -> int:
     return 2 * x
 
 
-@sky.stdout(only=lambda info: info.rank == 1)
-@sky.function
-async def quiet_above() -> int:
+async def heard_twice() -> int:
     print("heard")
     await asyncio.sleep(0)
     print("heard")
     return sky.instance_info().rank
 
 
-@sky.function
-@sky.stdout(only=lambda info: info.rank == 1)
-async def quiet_below() -> int:
-    print("heard")
-    await asyncio.sleep(0)
-    print("heard")
-    return sky.instance_info().rank
+second = sky.stdout(only=lambda info: info.rank == 1)
+quiet_above, quiet_below = second(sky.function(heard_twice)), sky.function(second(heard_twice))
 
 
 @sky.function

@@ -349,28 +349,6 @@ def test_a_module_that_only_the_host_imports(program: Program) -> None:
     assert program("script.py") == [42, False]
 
 
-def test_src_layout(program: Program) -> None:
-    """The package is under src/, which is on the path; the script that uses it is elsewhere."""
-    files = {
-        "src/pkg/__init__.py": "",
-        "src/pkg/core.py": """
-            import skyfab as sky
-            from pkg.more import add
-
-            @sky.function
-            def f(x):
-                return add(x)
-        """,
-        "src/pkg/more.py": "def add(x):\n    return x + 1\n",
-        "scripts/run.py": script(
-            "from pkg.core import f\nimport beside\n\ndef find(compute):\n    return f(beside.n) >> compute\n"
-        ),
-        "scripts/beside.py": "n = 1\n",
-    }
-    program.write(files)
-    assert program("scripts/run.py", PYTHONPATH=str(program.folder / "src")) == 2
-
-
 def test_namespace_packages(program: Program) -> None:
     """Folders without __init__, one name spread over two places of the path."""
     files = {
@@ -733,24 +711,6 @@ def test_the_traceback_has_the_line_of_the_script(program: Program) -> None:
     assert "return 1 / x  # the line in question" in err
     assert f'File "{program.folder / "script.py"}"' in err
     assert "in inner" in err and "on node1" in err
-
-
-def test_the_traceback_has_the_line_of_a_module(program: Program) -> None:
-    jobs = """
-        import skyfab as sky
-        import helper
-
-        @sky.function
-        def work():
-            return helper.divide(0)  # called from here
-    """
-    helper = "def divide(x):\n    return 1 / x  # the line in question\n"
-    program.write({"jobs.py": jobs, "helper.py": helper})
-    program.write({"script.py": script("import jobs\n\ndef find(compute):\n    jobs.work() >> compute\n")})
-    err = failing(program, "script.py")
-    assert "return helper.divide(0)  # called from here" in err
-    assert "return 1 / x  # the line in question" in err
-    assert "helper.py" in err and "in divide" in err
 
 
 def test_the_traceback_has_the_line_of_a_cell(program: Program) -> None:

@@ -45,7 +45,6 @@ def test_a_script_that_opens_a_pool_is_not_run_as_a_rank(tmp_path: Path) -> None
     assert ran.returncode == 2
     assert "unguarded.py, line 10: the script opens a pool while every rank runs it" in ran.stderr
     assert "python unguarded.py" in ran.stderr
-    assert GUARD in ran.stderr
 
 
 def test_a_module_with_an_unguarded_pool_cannot_be_used_by_ranks(

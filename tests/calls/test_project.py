@@ -85,7 +85,10 @@ def test_a_pool_that_is_opened_again_sees_what_was_written_meanwhile(folder: Pat
     found._next_scan = time.monotonic() + 1000  # as after a scan that took long
     found.close()
     (folder / "one.py").write_text("value = 333\n")
-    assert found.tree().digest != before.digest
+    after = found.tree()
+    assert after.digest != before.digest
+    (folder / "one.py").write_text("value = 4444\n")
+    assert found.tree().digest not in (before.digest, after.digest), "and it is watched again"
     found.close()
 
 
@@ -107,6 +110,18 @@ def test_a_script_in_the_home_folder_brings_what_it_imports(tmp_path: Path, monk
     found.close()
     assert {"train.py", "beside.py"} <= set(names)
     assert not {"unused.py", "big/x.py"} & set(names)
+
+
+@pytest.mark.parametrize("layout", ["", "src/"])
+def test_the_packages_of_a_project_are_found_though_they_are_not_installed(tmp_path: Path, layout: str) -> None:
+    for name in ("pyproject.toml", "jobs/train.py", f"{layout}own_app/__init__.py", f"{layout}unused_app/__init__.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("import own_app\n" if name == "jobs/train.py" else "")
+    found = project.Project(sky.Image(program=str(tmp_path / "jobs" / "train.py")))
+    names = {name.partition("/")[2] for name, _ in found.tree().files}
+    found.close()
+    assert {"train.py", "own_app/__init__.py"} <= names
+    assert "unused_app/__init__.py" not in names
 
 
 def test_what_other_users_keep_to_themselves_is_left_out() -> None:

@@ -275,7 +275,7 @@ def test_it_is_frozen_and_its_own_copy() -> None:
 
 @pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
 def test_pickled_outside_a_call_it_says_what_to_do(dumps: Callable[[Any], bytes]) -> None:
-    with pytest.raises(sky.UsageError, match="cannot be pickled") as caught:
+    with pytest.raises(sky.UsageError, match="can be pickled only as an argument") as caught:
         dumps([put(np.zeros(10))])
     assert "ref.get()" in (caught.value.hint or "")
 

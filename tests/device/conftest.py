@@ -17,7 +17,7 @@ torch = pytest.importorskip("torch")
 @pytest.fixture(scope="module")
 def remote_pool(lent_lab: Lab) -> Iterator[sky.Compute]:
     """Two hosts over SSH, open for the whole module."""
-    inventory = sky.Inventory.load(lent_lab.inventory)
+    inventory = sky.Inventory.of(lent_lab.inventory)
     with sky.Compute(list(inventory.hosts.values())[:2], ui="none") as compute:
         for host in compute.hosts:
             compute.device("cpu", on=host.name)

@@ -53,7 +53,7 @@ def worker_of(device: Any) -> int:
 @pytest.fixture
 def own_pool(lent_lab: Lab) -> Iterator[sky.Compute]:
     """One host, for tests that end the worker of its device."""
-    inventory = sky.Inventory.load(lent_lab.inventory)
+    inventory = sky.Inventory.of(lent_lab.inventory)
     with sky.Compute(list(inventory.hosts.values())[2:3], ui="none") as pool:
         yield pool
 

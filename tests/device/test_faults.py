@@ -144,7 +144,7 @@ def worker_of(lab: Lab, host: Any) -> LabProcess:
 
 @pytest.fixture
 def own_pool(lent_lab: Lab) -> Iterator[Callable[..., sky.Compute]]:
-    inventory = sky.Inventory.load(lent_lab.inventory)
+    inventory = sky.Inventory.of(lent_lab.inventory)
     pools = []
 
     def opened(count: int = 1, **options: Any) -> sky.Compute:
@@ -234,7 +234,7 @@ def test_a_host_without_torch_says_what_to_write(hosts_of: Callable[..., list[sk
     with sky.Compute(hosts_of("openssh", 1), ui="none") as pool:
         with pytest.raises(sky.HostUnfit, match="no torch") as caught:
             pool.device("cpu")
-        assert "Image(pip=" in str(caught.value.hint)
+        assert "plugins=[sky.plugins.torch()]" in str(caught.value.hint)
 
 
 def test_what_a_device_cannot_be(remote_pool: sky.Compute) -> None:

@@ -21,7 +21,7 @@ def test_devices_on_four_hosts_do_not_wait_for_each_other_and_leave_nothing(lent
         pytest.skip("needs namespace hosts, which can be cut off")
     before = [len(host.processes()) for host in lent_lab.hosts]
     found: dict[str, Any] = {}
-    hosts = list(sky.Inventory.load(lent_lab.inventory).hosts.values())
+    hosts = list(sky.Inventory.of(lent_lab.inventory).hosts.values())
     with sky.Compute(hosts, lease=100, heartbeat_timeout=100, ui="none") as pool:
 
         def opened(name: str) -> None:

@@ -288,7 +288,7 @@ def test_a_connection_that_ends_is_an_error_once(linked: tuple[Any, Any], remote
 
 
 def pool_on(lab: Lab, *names: int, **options: Any) -> sky.Compute:
-    hosts = list(sky.Inventory.load(lab.inventory).hosts.values())
+    hosts = list(sky.Inventory.of(lab.inventory).hosts.values())
     return sky.Compute([hosts[number] for number in names], ui="none", **options)
 
 
@@ -401,11 +401,6 @@ def test_one_direction_is_enough(local_pair: tuple[Any, Any], monkeypatch: pytes
 
     link = tensors.streams[local_pair[hidden].index].link
     monkeypatch.setattr(link, "addresses_for", lambda other: ["192.0.2.1"], raising=True)
-    assert copies_between(*local_pair) == 2
-
-
-@pytest.mark.slow
-def test_devices_of_one_machine(local_pair: tuple[Any, Any]) -> None:
     assert copies_between(*local_pair) == 2
 
 

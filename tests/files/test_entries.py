@@ -71,8 +71,8 @@ def test_links_inside_stay_and_others_are_files_or_left_out(tmp_path: Path) -> N
     assert (found[b"in/far"].kind, found[b"in/far"].size) == (FILE, 7)
     assert (found[b"in/absolute"].kind, found[b"in/absolute"].size) == (FILE, 1)
     assert dict(skipped) == {
-        b"in/folder": "a link to a folder that is elsewhere",
-        b"in/nowhere": "gone, or a link that leads nowhere",
+        b"in/folder": "a link to a folder outside it",
+        b"in/nowhere": "missing, or a broken link",
     }
 
 

@@ -215,26 +215,6 @@ def test_a_draft_waits_for_one_that_makes_no_progress(tmp_path: Path) -> None:
         os.close(folder)
 
 
-def test_transfers_at_once_to_one_target_leave_one_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(draft, "_PATIENCE", 0.0)
-    contents = {}
-    for folder in ("one", "other"):
-        (tmp_path / folder).mkdir()
-        for number in range(40):
-            (tmp_path / folder / str(number)).write_bytes(folder.encode() * 1000)
-        contents[folder] = os.urandom(3 * PIECE)
-        (tmp_path / folder / "large").write_bytes(contents[folder])
-    threads = [threading.Thread(target=move, args=(tmp_path / name, tmp_path / "to")) for name in ("one", "other")]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert (tmp_path / "to" / "large").read_bytes() in contents.values()
-    for number in range(40):
-        assert (tmp_path / "to" / str(number)).read_bytes() in (b"one" * 1000, b"other" * 1000)
-    assert not [path for path in (tmp_path / "to").iterdir() if path.name.startswith(".skyfab")]
-
-
 def test_what_killed_transfers_have_left_is_removed_after_a_day(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +242,7 @@ def test_a_file_that_goes_while_it_is_read_is_left_out(tmp_path: Path) -> None:
     transfer.run(lambda size: None)
     target.close()
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["b"]
-    assert transfer.report.skipped == [("a", "gone, or changed while it was read")]
+    assert transfer.report.skipped == [("a", "removed, or changed while it was read")]
 
 
 @pytest.mark.skipif(not Path("/proc/version").exists(), reason="a file system of Linux")
@@ -294,7 +274,7 @@ def test_a_large_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
     source.rows()
     os.truncate(tmp_path / "large", PIECE)
     source.piece(0, 0, PIECE)
-    with pytest.raises(OSError, match="shorter"):
+    with pytest.raises(OSError, match="truncated"):
         source.piece(0, PIECE, PIECE)
 
 
@@ -415,7 +395,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path, inner: bool) -> None:
     if not inner:
         (tmp_path / "to" / "link").symlink_to(tmp_path / "out")
         del rows[1]
-    with pytest.raises(OSError, match="a link or a file is where a folder should be"):
+    with pytest.raises(OSError, match="expected a folder, found a link or a file"):
         receive(tmp_path / "to", Liar(rows, pack=pack([2 if inner else 1, 3, 1], data=b"abc")))
     assert list((tmp_path / "out").iterdir()) == []
 

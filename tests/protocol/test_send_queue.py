@@ -133,13 +133,6 @@ def test_a_stream_that_is_finished_when_all_is_sent_is_forgotten_at_once(queue: 
     assert sent(queue) == [(1, bytes(10))]
 
 
-def test_a_stream_that_goes_on_keeps_what_it_has_used_of_its_credit(queue: SendQueue) -> None:
-    queue.add(1, bytes(8))
-    sent(queue)
-    queue.add(1, bytes(8))
-    assert sent(queue) == [(1, bytes(2))]
-
-
 def test_the_end_is_an_empty_chunk_behind_all_data_and_waits_for_credit(queue: SendQueue) -> None:
     queue.add(1, b"0123456789ab")
     queue.mark_end(1)

@@ -1,4 +1,4 @@
-"""skyfab: an inventory of machines you already have, plain SSH, and Python functions that run there.
+"""skyfab: an inventory of machines you already have, plain SSH, and Python functions that run on them.
 
 >>> import skyfab as sky
 >>> @sky.function
@@ -54,9 +54,8 @@ if TYPE_CHECKING:
 
 _ERRORS = """
     AuthenticationRefused BroadcastError CallCancelled CallError CallTimeout DeviceError HostError HostKeyRefused
-    HostLost HostUnfit IdentityLocked IdentityMissing InventoryError JumpRefused JumpUnknown NotPicklable
-    PasswordNeeded PeersUnreachable PoolError ProtocolError RemoteError RemoteTraceback SkyfabError UnknownHost
-    Unreachable UntrustedResult UsageError WorkerDied
+    HostLost HostUnfit InventoryError NotPicklable PeersUnreachable PoolError ProtocolError RemoteError RemoteTraceback
+    SkyfabError UnknownHost Unreachable UntrustedResult UsageError WorkerDied
 """
 _HOMES = {
     "errors": tuple(_ERRORS.split()),

@@ -7,16 +7,11 @@
     │   └── InventoryError                   a mistake in an inventory file: file, table, key
     │       └── UnknownHost (KeyError)       a name that matches no host, group or pattern
     ├── HostError                            something failed on one host
-    │   ├── Unreachable (ConnectionError)    no response, connection refused, or unknown host name
-    │   │   └── JumpUnknown                  its jump host is in no inventory or ssh_config, and has no address
-    │   ├── AuthenticationRefused            every key, agent and password was rejected
-    │   │   ├── IdentityMissing              the key file that `identity` names does not exist or cannot be read
-    │   │   ├── IdentityLocked               that key has a passphrase, and there is no terminal to ask for it
-    │   │   ├── PasswordNeeded               it takes passwords or codes, and there is no terminal to ask for them
-    │   │   └── JumpRefused                  its jump host rejected the login; it was not asked itself
+    │   ├── Unreachable (ConnectionError)    no response, connection refused, or unknown host or jump host
+    │   ├── AuthenticationRefused            it or its jump host rejected every key and password
     │   ├── HostKeyRefused                   the host's key is unknown, or differs from the known one
     │   ├── HostUnfit                        reached, but it cannot run skyfab: no Python, a full disk
-    │   ├── PeersUnreachable                 reached from here, but not from another host of the pool
+    │   ├── PeersUnreachable                 reached from this machine, but not from another host
     │   └── HostLost (ConnectionError)       it was connected and is now lost
     ├── PoolError (ExceptionGroup)           several hosts failed; all failures are collected
     ├── ProtocolError                        received bytes that violate the protocol
@@ -30,7 +25,7 @@
     │   └── CallCancelled
     └── BroadcastError (ExceptionGroup)      some ranks of a gang failed; `.results` has the others
 
-    RemoteTraceback                          the cause of every exception that comes from a host
+    RemoteTraceback                          the cause of every exception from a host
 
 The user's own exceptions are raised with their own type and are not in this hierarchy.
 """
@@ -140,31 +135,15 @@ class HostError(SkyfabError):
 
 
 class Unreachable(HostError, ConnectionError):
-    """The host does not respond, refuses the connection, or its name cannot be resolved."""
-
-
-class JumpUnknown(Unreachable):
-    """The name of a jump host is in no inventory or ssh_config, and cannot be resolved."""
+    """The host does not respond, refuses the connection, or its name or its jump host's cannot be resolved."""
 
 
 class AuthenticationRefused(HostError):
-    """The host rejected every key, agent and password offered."""
+    """The host, or a jump host on the way, rejected every key and password.
 
-
-class IdentityMissing(AuthenticationRefused):
-    """The key file that ``identity`` names does not exist, or cannot be read. Found before connecting."""
-
-
-class IdentityLocked(AuthenticationRefused):
-    """The key has a passphrase, no ssh-agent holds it, and there is no terminal to ask at. Found before connecting."""
-
-
-class PasswordNeeded(AuthenticationRefused):
-    """The login takes a password or a one-time code, and there is no terminal to ask for it."""
-
-
-class JumpRefused(AuthenticationRefused):
-    """A jump host on the way rejected the login: the host itself was not reached."""
+    Also raised if the key file does not exist, and if a password, code or passphrase is needed but there is no
+    terminal for a prompt. The message says which, and the hint what to do.
+    """
 
 
 class HostKeyRefused(HostError):
@@ -223,7 +202,7 @@ class RemoteError(CallError):
 
 
 class UntrustedResult(CallError):
-    """A host sent something else than plain data to a pool that accepts only that."""
+    """A host sent something other than plain data to a pool that accepts only that."""
 
 
 class CallTimeout(CallError, TimeoutError):

@@ -6,7 +6,7 @@ _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 
 
 def readable(size: int) -> str:
-    """A number of bytes, in the unit that suits it.
+    """A number of bytes, in the unit that is easiest to read.
 
     >>> readable(1), readable(12), readable(3456), readable(999_999), readable(123_456_789), readable(4_200_000_000)
     ('1 byte', '12 bytes', '3.5 kB', '1.0 MB', '123 MB', '4.2 GB')

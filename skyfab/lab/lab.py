@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -182,12 +182,6 @@ class Lab:
     def inventory(self) -> Path:
         return self.folder / INVENTORY
 
-    def inventory_as(self, user: str) -> Path:
-        """Writes an inventory of the same hosts with another login user, and returns its path."""
-        path = self.folder / f"inventory-{user}.toml"
-        atomic.write(path, _inventory([replace(host, user=user) for host in self.hosts]))
-        return path
-
     def stop(self) -> None:
         """Stops the hosts and all their processes, and removes the network and the folder. Idempotent."""
         take_down(self.folder)
@@ -219,7 +213,7 @@ def _choose(kind: str, folder: Path, *, special: bool) -> tuple[Kind, tuple[str,
     """Chooses the kind of hosts, and lists what cannot be tested with it. `special` hosts cannot be loopback hosts."""
     folder.mkdir()
     if kind == "loopback" and special:
-        raise UsageError("loopback hosts cannot differ", hint='Lab.start(kind="namespace"), as root on Linux')
+        raise UsageError("loopback hosts do not support this", hint='Lab.start(kind="namespace"), as root on Linux')
     if kind == "loopback":
         return "loopback", loopback.LIMITS
     obstacle = namespace.make_room(folder)
@@ -227,7 +221,7 @@ def _choose(kind: str, folder: Path, *, special: bool) -> tuple[Kind, tuple[str,
         return "namespace", ()
     if kind == "namespace" or special:
         hint = None if special else 'Lab.start(kind="loopback")'
-        raise UsageError(f"cannot make namespace hosts on this machine: {obstacle}", hint=hint)
+        raise UsageError(f"cannot create namespace hosts on this machine: {obstacle}", hint=hint)
     return "loopback", (f"No namespace hosts on this machine: {obstacle}.", *loopback.LIMITS)
 
 
@@ -243,7 +237,7 @@ def _fresh(folder: Path | str | None) -> Path:
         (place / OWNER).touch(exist_ok=False)  # if two programs start at once, one gets an error
         only = len(list(place.iterdir())) == 1
     except FileExistsError:
-        hint = f"wait for it; if none does, rm -r {place}"
+        hint = f"wait for it; if no program does, rm -r {place}"
         raise UsageError(f"another program is starting a lab in {place}", hint=hint) from None
     if not only:
         (place / OWNER).unlink()

@@ -27,9 +27,9 @@ def make_room(folder: Path) -> str | None:
     Not every file system supports the upper layer of an overlay (in a container, for example); then a tmpfs is mounted.
     """
     if sys.platform != "linux":
-        return f"network namespaces are Linux's, and this is {sys.platform}"
+        return f"network namespaces need Linux, not {sys.platform}"
     if os.geteuid() != 0:
-        return "making network namespaces takes root"
+        return "network namespaces require root"
     missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"programs are missing: {', '.join(missing)} (packages iproute2, util-linux)"

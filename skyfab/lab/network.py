@@ -56,7 +56,7 @@ class Network:
                 return network
             network.close()
             if "File exists" not in made.stderr:
-                raise UsageError(f"cannot make a bridge on this machine: {made.stderr.strip()}")
+                raise UsageError(f"cannot create a bridge on this machine: {made.stderr.strip()}")
         raise UsageError(f"{LABS} labs are up: a machine cannot have more", hint="skyfab lab.down")
 
     def _bridges(self) -> list[str]:

@@ -97,7 +97,7 @@ def python_to_lend() -> str | None:
 def lent(python: str | None, folders: Sequence[str]) -> list[str]:
     """The folders to mount read-only into a host: those that an interpreter needs to run there, and those requested.
 
-    An interpreter needs its installation, and those that its symlinks lead through, as far as they are hidden.
+    An interpreter needs its installation, and those that its symlinks lead through, if they are hidden.
     """
     hidden = [Path(folder) for folder in _hidden()]
     disk = Path("/").stat().st_dev
@@ -105,7 +105,7 @@ def lent(python: str | None, folders: Sequence[str]) -> list[str]:
     needed = _installations(Path(python)) if python else ()
     for folder in sorted({*needed, *(Path(folder).absolute() for folder in folders)}):
         if not folder.is_dir():
-            raise UsageError(f"not a folder that can be lent to a host: {folder}")
+            raise UsageError(f"cannot lend this folder to a host: {folder}")
         private = any(above in (folder, *folder.parents) for above in hidden)
         if (private or folder.stat().st_dev != disk) and not any(above in folder.parents for above in found):
             found.append(folder)

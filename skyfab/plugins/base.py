@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from skyfab.context import InstanceInfo
     from skyfab.inventory.host import Host
 
-RENDEZVOUS: Final = "the port at which the ranks meet"
+RENDEZVOUS: Final = "the rendezvous port"
 """The resource that frameworks with a process group of their own need exclusively."""
 
 
@@ -94,15 +94,17 @@ class Torchrun(Plugin):
 
 
 def check_together(plugins: Sequence[Plugin]) -> None:
-    """Raises UsageError for plugins that cannot be used in the same pool."""
+    """Raises UsageError for plugins that cannot be used in the same pool, and for other objects."""
     owners: dict[str, Plugin] = {}
     for plugin in plugins:
+        if not isinstance(plugin, Plugin):
+            raise UsageError(f"not a plugin: {plugin!r}", hint="for example, plugins=[sky.plugins.torch()]")
         if not plugin.exclusive:
             continue
         if plugin.exclusive in owners:
             names = [f"plugins.{type(one).__name__.lower()}" for one in (owners[plugin.exclusive], plugin)]
             raise UsageError(
                 f"{' and '.join(names)} do not work in one pool: each needs {plugin.exclusive} for itself",
-                hint="leave one of them out, or open a pool for each",
+                hint="omit one of them, or open a pool for each",
             )
         owners[plugin.exclusive] = plugin

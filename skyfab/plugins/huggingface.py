@@ -44,9 +44,9 @@ class HuggingFace(Plugin):
 
 
 def huggingface(token: str | None = None) -> HuggingFace:
-    """transformers, datasets and tokenizers on every host; `token` is ``HF_TOKEN`` in the workers there.
+    """transformers, datasets and tokenizers on every host; `token` is ``HF_TOKEN`` in the workers.
 
-    The token is sent inside the SSH connection and never written to a file. The Trainer finds rank and world size in
+    The token is sent over the SSH connection and never written to a file. The Trainer finds rank and world size in
     torchrun's variables; with `plugins.torch` it also has the process group, and accelerate, which it needs.
     """
     return HuggingFace(token=token)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,12 +40,6 @@ class Keras(Plugin):
 
     @contextmanager
     def around_process(self, info: InstanceInfo) -> Iterator[None]:
-        loaded = _loaded()
-        if loaded not in (None, self.backend):
-            raise UsageError(
-                f"keras is loaded already, with the backend {loaded!r}: it cannot become {self.backend!r}",
-                hint="put keras before the plugins that import it",
-            )
         os.environ["KERAS_BACKEND"] = self.backend
         yield
 
@@ -57,11 +50,3 @@ def keras(backend: Backend = "torch") -> Keras:
     For training over several ranks, add the backend's own plugin: ``[plugins.jax(), plugins.keras(backend="jax")]``.
     """
     return Keras(backend=backend)
-
-
-def _loaded() -> str | None:
-    """The backend of keras, if this process has imported it."""
-    module = sys.modules.get("keras")
-    if module is None:
-        return None
-    return str(module.backend.backend())

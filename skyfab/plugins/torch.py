@@ -129,13 +129,13 @@ def torch(
 ) -> Torch:
     """PyTorch on every host, and one process group over all ranks of ``@``.
 
-    `backend` defaults to NCCL if every rank has a GPU of its own, else to gloo. `cuda` is the build: ``"auto"`` depends
-    on each host's driver, ``"cpu"`` or ``"cu128"`` are explicit. `version` defaults to the one that is installed here;
+    `backend` defaults to NCCL if every rank has its own GPU, else to gloo. `cuda` is the build: ``"auto"`` depends on
+    each host's driver, ``"cpu"`` or ``"cu128"`` are explicit. `version` defaults to the one on this machine;
     `vision` and `audio` add torchvision and torchaudio, with ``True`` in the version that matches torch's.
 
     With ``elastic=(2, 4)`` ``@`` runs under torch.distributed.elastic, on at most four hosts and at least two. Lost
     hosts are excluded, and after a failure the ranks are restarted, up to `max_restarts` times. With each restart the
-    function begins again on all ranks, ``instance_info().attempt`` is incremented, and it should load its checkpoint.
+    function starts again on all ranks, ``instance_info().attempt`` is incremented, and it should load its checkpoint.
     """
     return Torch(
         backend=backend,
@@ -152,7 +152,7 @@ def _elastic(hosts: tuple[int, int], max_restarts: int) -> Elastic:
     if not 1 <= min_hosts <= max_hosts or max_restarts < 0:
         raise UsageError(
             f"invalid torch(elastic=({min_hosts}, {max_hosts}), max_restarts={max_restarts})",
-            hint="expected the least and the most hosts, from 1 on, and how often to restart after a failure",
+            hint="expected the minimum and maximum number of hosts, 1 or more, and the number of restarts",
         )
     return Elastic(min_hosts, max_hosts, max_restarts)
 
@@ -215,7 +215,7 @@ def _meet(store: Any, info: InstanceInfo, word: str) -> set[str]:
     except DistStoreError:
         missing = [str(rank) for rank, key in enumerate(keys) if not store.check([key])]
         raise TimeoutError(
-            f"rank {', '.join(missing) or '?'} of {info.world_size} did not come to the rendezvous"
+            f"rank {', '.join(missing) or '?'} of {info.world_size} did not connect to the rendezvous"
             f" at {info.head_addr}:{info.head_port} within {TIMEOUT:.0f} s"
         ) from None
     return {store.get(key).decode() for key in keys}

@@ -1,4 +1,4 @@
-"""`Container`: hosts that are containers of podman or docker, made for a pool and gone after it."""
+"""`Container`: hosts that are podman or docker containers, created for a pool and removed afterwards."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ _INSTALLATION: Final = 900.0
 class Container(Provider):
     """Containers as hosts: ``Compute(provider=Container(nodes=2))``, or ``with Container(nodes=2) as inventory``.
 
-    `nodes` is how many, and `image` what they are made of: a name that the engine knows or can pull. An image without
-    sshd is given one, once. `engine` is "podman", "docker", or "auto" for the first of them that is there.
+    `nodes` is their number, and `image` a name that the engine knows or can pull. If it has no sshd, one is installed,
+    once. `engine` is "podman", "docker", or "auto" for the first that is installed.
 
-    `cpus` and `memory` (as in "4g") limit each of them. `gpus` are "all", "none", a list of numbers, or "auto" for
-    those that this machine has. `options` are further ones of the engine's ``run``.
+    `cpus` and `memory` (as in "4g") limit each container. `gpus` are "all", "none", a list of numbers, or "auto" for
+    those of this machine. `options` are further arguments for the engine's ``run``.
 
-    They are removed when the pool is closed, and also when this program is killed.
+    They are removed when the pool is closed, even if this program is killed.
     """
 
     nodes: int = 1
@@ -67,7 +67,7 @@ class Container(Provider):
     def start(self, tell: Tell = LOG.info) -> Inventory:
         """Starts the containers; see `Provider.start`, also for `tell`. Raises UsageError and HostUnfit."""
         if self._set is not None:
-            raise UsageError("these containers are already running", hint="make a Container for each pool")
+            raise UsageError("these containers are already running", hint="create a Container for each pool")
         engine = Engine(self.engine)
         try:
             hosts = self._serve(engine, tell)
@@ -205,7 +205,7 @@ class _ContainerSet:
         log = (self.folder / name).read_text(errors="replace")
         if name == "network":
             return UsageError(
-                f"{self._engine.name} could not make a network: {last_words(log)}", hint=self._engine.hint(log)
+                f"{self._engine.name} could not create a network: {last_words(log)}", hint=self._engine.hint(log)
             )
         return HostUnfit(f"its container ended: {last_words(log)}", host=name, hint=self._engine.hint(log))
 

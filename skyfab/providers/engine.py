@@ -99,4 +99,4 @@ def run(*words: str, cwd: str | os.PathLike[str] = ".") -> subprocess.CompletedP
 
 def last_words(text: str) -> str:
     """The end of what a program has printed, on one line."""
-    return " / ".join(line.strip() for line in text.strip().splitlines()[-3:]) or "it said nothing"
+    return " / ".join(line.strip() for line in text.strip().splitlines()[-3:]) or "no output"

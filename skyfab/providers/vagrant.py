@@ -41,8 +41,8 @@ class Box:
 class Vagrant(Provider):
     """The boxes of a Vagrantfile: ``Compute(provider=Vagrant("vagrant"))``, or ``with Vagrant(…) as inventory``.
 
-    `folder` is the one that has the Vagrantfile. With `up`, boxes that are not running are brought up, and halted again
-    at the end, also if this program is killed; without it, those that run are used.
+    `folder` contains the Vagrantfile. With `up`, boxes that are not running are started, and halted again at the end,
+    even if this program is killed; without it, only running boxes are used.
     """
 
     folder: str | os.PathLike[str] = "."
@@ -52,7 +52,7 @@ class Vagrant(Provider):
     def start(self, tell: Tell = LOG.info) -> Inventory:
         """Brings boxes up if asked; see `Provider.start`, also for `tell`. Raises UsageError and HostError."""
         if self._reaper is not None:
-            raise UsageError("these boxes are already up", hint="make a Vagrant for each pool")
+            raise UsageError("these boxes are already up", hint="create a Vagrant for each pool")
         program = self._program()
         boxes = self._status(program)
         down = [box.name for box in boxes if box.state != "running"]
@@ -68,7 +68,7 @@ class Vagrant(Provider):
         if not running:
             hint = f"(cd {shlex.quote(os.fspath(self.folder))} && vagrant up), or sky.Vagrant(…, up=True)"
             states = ", ".join(f"{box.name} ({box.state})" for box in boxes)
-            raise UsageError(f"no box is running: {states or 'vagrant status names none'}", hint=hint)
+            raise UsageError(f"no box is running: {states or 'vagrant status lists none'}", hint=hint)
         try:
             hosts = parse(self._run(program, "ssh-config", *running), running)
             return Inventory(hosts={host.name: self._with_key(host, running[host.name]) for host in hosts})
@@ -119,7 +119,7 @@ class Vagrant(Provider):
     def _with_key(self, host: Host, box: Box) -> Host:
         """The host with its key: the one on record for this box, or the one that it sends now, which is recorded.
 
-        The connection for that ends on this machine. A box that was destroyed and made anew has another id.
+        The connection for that ends on this machine. A box that was destroyed and recreated has another id.
         """
         state = Path(
             self.folder, os.environ.get("VAGRANT_DOTFILE_PATH", ".vagrant"), "machines", box.name, box.provider

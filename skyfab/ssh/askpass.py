@@ -19,7 +19,7 @@ _LONGEST: Final = 80
 """Characters that the name of a socket may have on every system, less what its folder's name takes."""
 
 Answer = Callable[[str, Callable[[], bool]], "str | None"]
-"""Answers a question, unless a function says that the answer is not wanted any more."""
+"""Answers a question, unless a function says that the answer is no longer wanted."""
 
 
 class Askpass:

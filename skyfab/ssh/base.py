@@ -13,7 +13,7 @@ from skyfab.ssh.tunnel import Tunnel
 
 
 class AgentGone(HostLost):
-    """The host was reached, and the pool's agent does not run there any more."""
+    """The host was reached, and the pool's agent no longer runs on it."""
 
 
 def ended(host: Host, code: int, errors: str) -> HostLost:

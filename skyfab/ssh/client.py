@@ -117,7 +117,7 @@ class Client(paramiko.SSHClient):  # type: ignore[misc]
         if method == "password":
             password = self._prompts.answer(self._place, "Password: ")
             if password is None:
-                raise paramiko.AuthenticationException("nothing was typed")
+                raise paramiko.AuthenticationException("no input")
             return list(transport.auth_password(username, password, fallback=False))
         transport.auth_timeout = _GRACE
         return list(transport.auth_interactive(username, self._answers))

@@ -1,80 +1,45 @@
-"""Private keys: whether a file has a passphrase or is in the ssh-agent, and which keys a login tries."""
+"""Private keys: which ones a login tries, and whether they have a passphrase or are in the ssh-agent."""
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import shlex
 import subprocess
-import threading
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Final
 
-from skyfab._util.suggest import nearest
-from skyfab.errors import IdentityLocked, IdentityMissing, InventoryError
+from skyfab.errors import AuthenticationRefused, InventoryError
 from skyfab.inventory import ssh_config
 from skyfab.inventory.host import Host, expanded
-from skyfab.ui.prompt import TERMINAL
 
 
 def check(hops: Sequence[Host]) -> None:
-    """Checks the identities on the path to a host, which is the last one, before anything connects.
+    """Checks that the identities on the path to a host, which is the last one, can be read: ssh would try other logins.
 
-    Raises IdentityMissing, or IdentityLocked where a passphrase could not be asked for.
+    Raises AuthenticationRefused.
     """
-    target = hops[-1]
     for hop in hops:
-        if hop.identity is None:
-            continue
-        whose = "" if hop is target else f"of its jump host {hop.name} "
-        path = Path(hop.identity)
-        if problem := _problem(path):
-            hint = f"ls -l {shlex.quote(str(path))}" if path.exists() else _other(path)
-            raise IdentityMissing(f"the identity {whose}{problem}: {path}", host=target.name, hint=hint)
-        if not TERMINAL.is_attended() and is_locked(path) and not _is_in_agent(hop):
-            raise IdentityLocked(
-                f"the identity {whose}has a passphrase, no ssh-agent holds it, and there is no terminal: {path}",
-                host=target.name,
-                hint=f"ssh-add {shlex.quote(str(path))}",
+        path = Path(hop.identity or "")
+        if hop.identity is not None and not (os.access(path, os.R_OK) and path.is_file()):
+            whose = "" if hop is hops[-1] else f"of its jump host {hop.name} "
+            raise AuthenticationRefused(
+                f"the identity {whose}does not exist or is not readable: {path}",
+                host=hops[-1].name,
+                hint=f"ls -l {shlex.quote(str(path.parent))}",
             )
 
 
-def _problem(path: Path) -> str:
-    try:
-        path.open("rb").close()
-    except FileNotFoundError:
-        return "does not exist"
-    except OSError as error:
-        return f"is not readable ({error.strerror})"
-    return "" if path.is_file() else "is not a file"
+def locked(host: Host, files: Sequence[str]) -> str | None:
+    """The first of these keys that has a passphrase and that no ssh-agent holds."""
+    agents = [None, *settings(host).get("identityagent", [])]  # ssh_config may name another one
+    held = {key for agent in agents for key in agent_keys(agent and str(expanded(agent)))}
+    unheld = (file for file in files if fingerprint(Path(file)) not in {*held, None})
+    return next(filter(_has_passphrase, unheld), None)
 
 
-def _other(path: Path) -> str:
-    """The command for a file that does not exist: the inventory may have a slip, else the key has to be made."""
-    try:
-        names = [entry.name.removesuffix(".pub") for entry in path.parent.glob("*.pub")]
-    except OSError:
-        names = []
-    if near := nearest(path.name, names):
-        return f'did you mean identity = "{path.parent / near}"?'
-    return f"ssh-keygen -t ed25519 -f {shlex.quote(str(path))}"
-
-
-def is_locked(path: Path) -> bool:
-    """Whether this is a private key with a passphrase."""
-    with _ASKING:
-        return _has_passphrase(str(path), path.stat().st_mtime_ns)
-
-
-_ASKING: Final = threading.Lock()
-"""Hosts that are opened at the same time mostly have the same key."""
-
-
-@functools.lru_cache
-def _has_passphrase(path: str, _changed: int) -> bool:
-    return "incorrect passphrase" in _run("ssh-keygen", "-y", "-P", "", "-f", path).stderr
+def _has_passphrase(file: str) -> bool:
+    return "incorrect passphrase" in _run("ssh-keygen", "-y", "-P", "", "-f", file).stderr
 
 
 def fingerprint(path: Path) -> str | None:
@@ -102,15 +67,6 @@ def _run(*words: str, env: dict[str, str] | None = None) -> subprocess.Completed
         return subprocess.CompletedProcess(words, 1, "", "")
 
 
-def _is_in_agent(hop: Host) -> bool:
-    """Whether an ssh-agent holds the key; True also where that cannot be known, so that ssh is tried."""
-    own = fingerprint(Path(hop.identity or ""))
-    if own is None or own in agent_keys():
-        return True
-    named = settings(hop).get("identityagent", [])  # ssh_config may name another agent
-    return any(own in agent_keys(str(expanded(path))) for path in named)
-
-
 def settings(host: Host) -> ssh_config.Settings:
     """What ssh would use for the host; empty if that cannot be known."""
     try:
@@ -130,10 +86,9 @@ def tried(host: Host) -> list[str]:
     ]
 
 
-def copy_command(host: Host, jumps: Sequence[Host], keys: Sequence[str]) -> str:
-    """The command that adds the first of these keys to what the host accepts; without any, the one that makes a key."""
-    files = [key for key in keys if Path(key).is_file()]
-    if not files and not keys:
+def copy_command(host: Host, jumps: Sequence[Host], keys: Sequence[str], files: Sequence[str]) -> str:
+    """The command that adds the first file to the keys that the host accepts; without keys, the one that makes one."""
+    if not keys:
         return "ssh-keygen -t ed25519"
     words = ["ssh-copy-id", *(["-i", files[0]] if files else []), *(["-p", str(host.port)] if host.port else [])]
     if jumps:

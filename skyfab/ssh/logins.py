@@ -12,6 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import Final, TypeVar
 
 from skyfab.errors import HostLost, Unreachable
@@ -32,31 +33,8 @@ class ServerBusy(Unreachable):
     """An SSH server closed the connection before authentication."""
 
 
-class Turn:
-    """A login in progress. A context manager that ends it."""
-
-    def __init__(self, leave: Callable[[], None]) -> None:
-        self._leave = leave
-        self._lock = threading.Lock()
-        self._is_over = False
-
-    def over(self) -> None:
-        """The login has succeeded or failed: the next one may begin. May be called twice."""
-        with self._lock:
-            if self._is_over:
-                return
-            self._is_over = True
-        self._leave()
-
-    def __enter__(self) -> Turn:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.over()
-
-
 class Logins:
-    """Starts logins as far as their servers' limits allow, and that of this program."""
+    """Starts logins, within the limits of their servers and of this program."""
 
     def __init__(self, *, most: int = _ALL, per_server: int = _PER_SERVER) -> None:
         self._per_server = per_server
@@ -65,10 +43,11 @@ class Logins:
         self._limits: dict[str, int] = {_PROGRAM: most}
         """Those of servers are here if they differ from `per_server`."""
 
-    def turn(self, servers: Sequence[str], stopped: Callable[[], bool] = lambda: False) -> Turn:
+    def turn(self, servers: Sequence[str], stopped: Callable[[], bool] = lambda: False) -> ExitStack:
         """Waits until the login may begin; `servers` are all those on its path. Without any there is no wait.
 
-        Raises HostLost if `stopped` becomes true before.
+        Close what is returned when the login has succeeded or failed, so that the next one may begin; it can be closed
+        twice. Raises HostLost if `stopped` becomes true before.
         """
         places = {*servers, _PROGRAM} if servers else set()
         with self._changed:
@@ -77,7 +56,9 @@ class Logins:
                 if stopped():
                     raise HostLost("the pool was closed")
             self._at.update(places)
-        return Turn(lambda: self._leave(places))
+        turn = ExitStack()
+        turn.callback(self._leave, places)
+        return turn
 
     def turned_away(self, servers: Sequence[str]) -> None:
         """A server rejected a login: reduces the limit of each, since it is not known which one it was."""

@@ -146,7 +146,7 @@ class OpenSSH:
         return _OPTIONS | ({} if self._askpass is None and not self._is_by_hand else {"BatchMode": "no"}) | own
 
     def argv(self, command: str | None, options: Mapping[str, str] = MappingProxyType({})) -> list[str]:
-        """The whole command line, with `options` in place of its own; without a command, ssh runs none.
+        """The whole command line, with `options` instead of its own; without a command, ssh runs none.
 
         It never contains secrets.
         """
@@ -270,7 +270,7 @@ def _marks_prompts() -> bool:
 
 
 def servers_of(host: Host, inventory: Inventory) -> tuple[str, ...]:
-    """The SSH servers on the path to a host, as far as the inventory knows them."""
+    """The SSH servers on the path to a host that the inventory knows."""
     return tuple(f"{hop.destination} {hop.port or 22}" for hop in (*inventory.jump_chain(host), host))
 
 
@@ -315,7 +315,7 @@ def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, 
         said = re.sub(r"^ssh: ", "", last) or f"{host.destination} does not answer"
         return refusals.no_answer(said, hops, inventory, is_nameless=unresolved is not None)
     if code < 0:
-        return Unreachable(f"ssh was ended on this machine, by signal {-code}", host=host.name)
+        return Unreachable(f"ssh was killed on this machine by signal {-code}", host=host.name)
     return ended(host, code, last)
 
 
@@ -323,7 +323,7 @@ def _before_login(errors: str) -> str:
     """Why a jump host or a ProxyCommand gave ssh no connection to the host; empty where the server may be busy."""
     for what, pattern in (
         ("its jump host is unreachable", r"^ssh: (connect to host .*)"),
-        ("its jump host does not connect to it", r"^channel \d+: open failed: (?:connect failed: )?(.*)"),
+        ("its jump host cannot connect to it", r"^channel \d+: open failed: (?:connect failed: )?(.*)"),
         ("its ProxyCommand does not run", r"^\S*sh: (?:.*: )?(\S+: (?:command )?not found)"),
     ):
         if found := re.search(pattern, errors, re.MULTILINE):

@@ -114,14 +114,14 @@ class Prompts:
         self._until: dict[Place | str, float] = {}
         self._count = 0
         self.declined = False
-        """The user gave no answer in time, or none is wanted any more: nothing else is asked."""
+        """The user gave no answer in time, or it is no longer wanted: nothing else is asked."""
 
     @property
     def outcome(self) -> str:
-        """Why the login failed, as far as the user was asked; else empty."""
+        """Why the login failed, if the user was asked; else empty."""
         if self.declined:
-            return "nothing was typed in time"
-        return "what was typed was not accepted" if self._count else ""
+            return "there was no input in time"
+        return "the input was not accepted" if self._count else ""
 
     def answer(
         self, place: Place | str, text: str, stopped: Callable[[], bool] = lambda: False, *, once: bool = False
@@ -144,7 +144,7 @@ class Prompts:
         key = ("password", *place.way, place.login) if isinstance(place, Place) else (place, text)
         if not once and _PASSWORD.search(text) and not _ONE_TIME.search(text):
             wrong = self._given.get(key)
-            again = "not accepted; again, " if wrong is not None else ""
+            again = "not accepted; try again: " if wrong is not None else ""
             found = _ANSWERS.get(key, wrong, ask)
             if found is not None:
                 self._given[key] = found

@@ -5,14 +5,16 @@ from __future__ import annotations
 import getpass
 import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from skyfab._util.suggest import did_you_mean
-from skyfab.errors import AuthenticationRefused, HostKeyRefused, JumpRefused, JumpUnknown, PasswordNeeded, Unreachable
+from skyfab.errors import AuthenticationRefused, HostKeyRefused, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.ssh_config import loop_of
 from skyfab.ssh import keys
 from skyfab.ssh.logins import ServerBusy
+from skyfab.ui.prompt import TERMINAL
 
 _TYPED = ("password", "keyboard-interactive")
 
@@ -36,32 +38,31 @@ def refused(hops: Sequence[Host], at: Host, methods: Sequence[str], *, typed: st
     user = at.user or keys.settings(at).get("user", [getpass.getuser()])[0]
     who = f"{user}@{at.destination}"
     by = "" if at is target else f"its jump host {at.name} refused the login: "
-    takes = f" (it takes {', '.join(methods)})" if methods else ""
+    takes = f" (it accepts {', '.join(methods)})" if methods else ""
     by_typing = [method for method in methods if method in _TYPED]
-    if typed:
-        kind: type[AuthenticationRefused] = AuthenticationRefused if at is target else JumpRefused
-        text = f"{by}{typed} for {who}{takes}"
-        return kind(text, host=target.name, hint=f"try: {by_hand(at, jumps=before)}")
-    if by_typing and "publickey" not in methods:
-        text = f"{by}{who} takes {' or '.join(by_typing)} only, and there is no terminal to ask at"
-        return PasswordNeeded(
-            text, host=target.name, hint=f"type the same command at a terminal, or try: {by_hand(at, jumps=before)}"
-        )
     tried = keys.tried(at)
-    named = f"tried {', '.join(tried)}" if tried else "there is none to try"
-    more = "; it takes passwords too, and there is no terminal to ask at" if by_typing else ""
-    kind = AuthenticationRefused if at is target else JumpRefused
-    return kind(
-        f"{by}every key was refused for {who}{takes}: {named}{more}",
-        host=target.name,
-        hint=keys.copy_command(at, before, tried),
-    )
+    files = [key for key in tried if Path(key).is_file()]
+    hint = f"try: {by_hand(at, jumps=before)}"
+    if typed:
+        text = f"{typed} for {who}{takes}"
+    elif by_typing and "publickey" not in methods:
+        text = f"{who} accepts only {' or '.join(by_typing)}, and there is no terminal for a prompt"
+        hint = f"run the same command in a terminal, or {hint}"
+    elif not TERMINAL.is_attended() and (key := keys.locked(at, files)):
+        text = f"the key {key} has a passphrase, no ssh-agent holds it, and there is no terminal for a prompt"
+        hint = f"ssh-add {shlex.quote(key)}"
+    else:
+        named = f"tried {', '.join(tried)}" if tried else "no key to try"
+        more = "; it accepts passwords too, but there is no terminal for a prompt" if by_typing else ""
+        text = f"no key was accepted for {who}{takes}: {named}{more}"
+        hint = keys.copy_command(at, before, tried, files)
+    return AuthenticationRefused(f"{by}{text}", host=target.name, hint=hint)
 
 
-def unknown_jump(name: str, target: Host, inventory: Inventory) -> JumpUnknown:
+def unknown_jump(name: str, target: Host, inventory: Inventory) -> Unreachable:
     """For the name of a jump host that nothing knows."""
     near = did_you_mean(name, [known for known in inventory.hosts if known != target.name])
-    return JumpUnknown(
+    return Unreachable(
         f"its jump host {name} does not resolve, and neither the inventory nor ssh_config has it",
         host=target.name,
         hint=f"{near} (jump = … in the inventory)" if near else f"try: {shlex.join(['ssh', name])}",
@@ -83,20 +84,20 @@ def busy(said: str, hops: Sequence[Host]) -> ServerBusy:
     """For a server that closed the connection before the login."""
     host, jumps = hops[-1], hops[:-1]
     return ServerBusy(
-        f"its SSH server, or a jump host's, hung up before the login: {said}",
+        f"its SSH server, or a jump host's, closed the connection before the login: {said}",
         host=host.name,
-        hint=f"is it up? one that is busy turns logins away (MaxStartups); try: {by_hand(host, jumps=jumps)}",
+        hint=f"is it up? a busy server rejects logins (MaxStartups); try: {by_hand(host, jumps=jumps)}",
     )
 
 
 def changed_key(target: Host, at: Host) -> HostKeyRefused:
     """For a host key that differs from the known one, of the host or of the jump host `at` on the way to it."""
     if at.host_key is not None:
-        hint = f"if that is right, change host_key under [hosts.{at.name}] in the inventory"
+        hint = f"if that is expected, change host_key under [hosts.{at.name}] in the inventory"
     else:
-        hint = f"if that is right, skyfab trust --hosts={at.name} --replace"
+        hint = f"if that is expected: skyfab trust --hosts={at.name} --replace"
     return HostKeyRefused(
-        f"{_whose(target, at)} is not the one on record: it was set up anew, or another machine answers instead",
+        f"{_whose(target, at)} is not the one on record: it was reinstalled, or another machine answers",
         host=target.name,
         hint=hint,
     )
@@ -107,7 +108,7 @@ def revoked_key(target: Host, at: Host) -> HostKeyRefused:
     return HostKeyRefused(
         f"{_whose(target, at)} is revoked in known_hosts",
         host=target.name,
-        hint="anyone with that key can impersonate it: give it another one",
+        hint="anyone with that key can impersonate it: create a new one on the host",
     )
 
 

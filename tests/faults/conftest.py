@@ -34,7 +34,7 @@ def hosts_of(lab: Lab) -> Callable[..., list[sky.Host]]:
     """In place of the one of the whole run."""
 
     def hosts(transport: str, count: int = 2, *, user: str | None = None, **changes: Any) -> list[sky.Host]:
-        found = list(sky.Inventory.load(lab.inventory).hosts.values())[:count]
+        found = list(sky.Inventory.of(lab.inventory).hosts.values())[:count]
         return [replace(host, transport=transport, user=user or "root", **changes) for host in found]
 
     return hosts

@@ -1,7 +1,7 @@
 """Inventories under mutation: a real file with something wrong in it, and selections of its hosts.
 
 An inventory is read or is an InventoryError, a selection is hosts or a UsageError; nothing else is raised, and nothing
-takes long, however large the numbers in it are. (tests/inventory has text and tables out of nothing.)
+takes long, however large the numbers in it are.
 """
 
 from __future__ import annotations
@@ -114,16 +114,21 @@ def check_text(text: str) -> Inventory | None:
     if isinstance(found, Inventory):
         return found
     assert isinstance(found, InventoryError)
-    assert str(found).startswith("inventory.toml:")
+    first, *lines = str(found).splitlines()
+    assert first.startswith("inventory.toml:")
+    assert "mistakes" not in first or len(lines) == int(first.split()[1])
     return None
 
 
 def check_selection(inventory: Inventory, words: object) -> None:
     hosts = outcome(inventory.select, words)
-    if not isinstance(hosts, UsageError):
-        assert hosts
-        for host in hosts[:100]:
-            outcome(inventory.jump_chain, host)
+    if isinstance(hosts, UsageError):
+        assert hosts.hint
+        return
+    assert len({host.name for host in hosts}) == len(hosts) > 0
+    assert not any(host.login.startswith("-") or " " in host.login for host in hosts)
+    for host in hosts[:100]:
+        outcome(inventory.jump_chain, host)
 
 
 def test_the_example_is_an_inventory() -> None:
@@ -133,7 +138,10 @@ def test_the_example_is_an_inventory() -> None:
 
 
 @fuzz()
-@given(documents(), SELECTORS)
+@given(documents() | st.text(), SELECTORS)
+@example("a = " + "1" * 5000, "")
+@example("\ufeff", "")
+@example("[hosts.a]\nport = 0x" + "f" * 5000, "")
 @example("[hosts]\n" + "".join(f'"n{n}[1-9999]" = {{}}\n' for n in range(3)), "all,!n1*")
 @example('[hosts.a]\njump = "b"\n[hosts.b]\njump = "a"\n', "a")
 @example("[groups]\n" + "".join(f'g{n} = ["g{n + 1}"]\n' for n in range(500)) + 'g500 = ["a"]\n[hosts.a]\n', "g0")
@@ -152,6 +160,14 @@ def test_any_change_of_the_example_is_an_inventory_or_an_inventory_error(text: s
 @example("*" * 60 + "b")
 def test_any_selection_of_the_example_is_hosts_or_a_usage_error(words: str | list[str]) -> None:
     check_selection(Inventory.parse(EXAMPLE), words)
+
+
+@fuzz(60)
+@given(st.text("node1234[]-,!*?@:.%ab \\", max_size=20))
+@example("[z-a]")
+@example("node[" + "1" * 5000 + "]")
+def test_any_selection_without_an_inventory_is_hosts_or_a_usage_error(words: str) -> None:
+    check_selection(Inventory(hosts={}), words)
 
 
 VALUES: st.SearchStrategy[Any] = st.recursive(

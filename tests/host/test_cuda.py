@@ -130,7 +130,7 @@ def said(found: list[Event]) -> list[str]:
     return [str(event) for event in found if isinstance(event, Output)]
 
 
-LINE = "skyfab: CUDA no longer works in this process after that error: the next call gets a new one"
+LINE = "skyfab: CUDA no longer works in this process after that error: the next call gets a new process"
 
 
 def test_the_next_call_gets_a_new_process(open_pool: Callable[..., sky.Compute]) -> None:

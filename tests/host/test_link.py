@@ -38,7 +38,7 @@ def test_a_folder_that_all_may_write_to_is_accepted_where_they_cannot_take_thing
 def test_a_part_that_all_may_write_to_is_refused(place: Path, above: int) -> None:
     part = (place, *place.parents)[above]
     part.chmod(0o777)
-    with pytest.raises(PermissionError, match=f"{part} is open to others"):
+    with pytest.raises(PermissionError, match=f"{part} is writable by others"):
         _check(str(place))
 
 
@@ -70,7 +70,7 @@ def test_what_is_above_the_home_folder_is_not_looked_at(place: Path, monkeypatch
 
 def test_the_error_for_such_a_place_says_what_to_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place.parents[1].chmod(0o777)
-    with pytest.raises(sky.HostUnfit, match="shared is open to others") as caught:
+    with pytest.raises(sky.HostUnfit, match="shared is writable by others") as caught:
         sky.Compute([sky.Host(name="here", transport="local", cache=str(place))], ui="none").open()
     assert "cache = …" in str(caught.value.hint)
 

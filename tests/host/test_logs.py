@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from stage.wire_pair import Pair, content
 
-from skyfab.host.agent.log_times import LogTimes
 from skyfab.host.agent.logs import LogPipe
+from skyfab.host.agent.run_folder import LogTimes
 from skyfab.protocol import messages
 
 STREAM = 2
@@ -85,7 +85,7 @@ def test_output_reaches_the_file_and_the_client(pair: Pair, tmp_path: Path) -> N
 def test_when_it_was_written_is_noted(pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At most once in 10 ms, with offsets in the file that is current, and for a clock that is set back too."""
     now = [1000.0]
-    monkeypatch.setattr("skyfab.host.agent.log_times.time.time", lambda: now[0])
+    monkeypatch.setattr("skyfab.host.agent.run_folder.time.time", lambda: now[0])
     monkeypatch.setattr("skyfab.host.agent.logs._LARGE", 30)
     with opened(pair, tmp_path / "out") as log:
         log.times = LogTimes(str(tmp_path / "times"))

@@ -74,7 +74,7 @@ class Program:
     def verdict(self) -> str:
         """What the agent makes of it."""
         (log,) = self.place.glob("logs/*/agent.log")
-        found = until(lambda: [line for line in log.read_text().splitlines() if "to come back" in line])
+        found = until(lambda: [line for line in log.read_text().splitlines() if "to reconnect" in line])
         return found[-1]
 
     def clean(self) -> None:

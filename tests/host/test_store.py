@@ -9,11 +9,11 @@ import signal
 import stat
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from stage.threads import at_once
 
 from skyfab.errors import ProtocolError
 from skyfab.host.agent.store import Store, map_blob
@@ -87,14 +87,6 @@ def test_damaged_content_is_refused_and_leaves_nothing(store: Store, tmp_path: P
             writer.commit()
         assert files(tmp_path) == []
     put(store, CONTENT, keep=True)
-
-
-def test_an_aborted_writer_leaves_nothing(store: Store, tmp_path: Path) -> None:
-    writer = store.writer(NAME, keep=True)
-    writer.write(memoryview(CONTENT))
-    writer.abort()
-    writer.abort()
-    assert files(tmp_path) == []
 
 
 @pytest.mark.parametrize("name", ["../../etc/passwd", "x", "", NAME.upper(), NAME + "/x", None, 3])
@@ -201,11 +193,6 @@ def test_mapping_leaves_no_descriptor_open(store: Store) -> None:
     for _ in range(20):
         map_blob(store.folders, NAME)
     assert len(names("/proc/self/fd")) == before
-
-
-def test_a_blob_that_is_not_there_is_named(store: Store) -> None:
-    with pytest.raises(FileNotFoundError, match=NAME):
-        map_blob(store.folders, NAME)
 
 
 def test_parts_of_a_call_come_from_the_store(store: Store) -> None:
@@ -322,22 +309,7 @@ def test_several_agents_lay_out_one_tree_at_once(tmp_path: Path) -> None:
     stores = [Store(run=str(tmp_path / str(n)), cache=str(tmp_path / "cache")) for n in range(4)]
     contents = [bytes([n]) * 1000 for n in range(60)]
     wanted = [[f"0/{n}.py", put(stores[0], content, keep=True)] for n, content in enumerate(contents)]
-    failed: list[BaseException] = []
-    start = threading.Barrier(4)
-
-    def lay_out(store: Store) -> None:
-        start.wait()
-        try:
-            assert len(files(Path(store.lay_out(TREE, wanted)))) == 60
-        except BaseException as error:
-            failed.append(error)
-
-    threads = [threading.Thread(target=lay_out, args=(store,)) for store in stores]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failed
+    assert at_once(lambda store: len(files(Path(store.lay_out(TREE, wanted)))), stores) == [60] * 4
     assert names(tmp_path / "cache/trees") == [TREE]
 
 

@@ -173,12 +173,6 @@ def test_the_inventory_says_how_to_reach_every_host(lab: Lab) -> None:
     assert lab.inventory.stat().st_mode & 0o077 == 0
 
 
-def test_an_inventory_for_another_user(lab: Lab) -> None:
-    read = tomllib.loads(lab.inventory_as("ada").read_text())
-    assert read["defaults"]["user"] == "ada"
-    assert read["hosts"] == tomllib.loads(lab.inventory.read_text())["hosts"]
-
-
 def test_a_host_has_terminals_of_its_own(lab: Lab) -> None:
     tty = "import os, pty; pty.spawn(['tty'])"
     assert lab.hosts[0].run([lab.hosts[0].python, "-c", tty]).stdout.strip() == "/dev/pts/0"
@@ -478,12 +472,12 @@ def test_loopback_hosts_answer_and_say_what_they_cannot_show(tmp_path: Path) -> 
 
 def test_without_root_a_lab_falls_back_to_loopback_and_says_why(nested: Lab) -> None:
     assert _inside(nested, "ada", "auto") == [
-        "loopback No namespace hosts on this machine: making network namespaces takes root.",
+        "loopback No namespace hosts on this machine: network namespaces require root.",
         "node1 ada@127.0.0.1",
     ]
     with pytest.raises(subprocess.CalledProcessError) as failed:
         _inside(nested, "ada", "namespace")
-    assert "UsageError: cannot make namespace hosts" in failed.value.stderr
+    assert "UsageError: cannot create namespace hosts" in failed.value.stderr
     assert "skyfab-lab" not in nested.hosts[0].run(["ls", "-A", "/tmp"]).stdout
 
 

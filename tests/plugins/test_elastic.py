@@ -75,7 +75,7 @@ def test_a_host_that_dies_is_left_out(namespaces: Lab, victim: int, how: str) ->
     """Training goes on from the checkpoint with those that remain, the head or not, silently gone or not."""
     with Lab.start(3, kind="namespace", python=sys.executable) as lab:
         spot = Spot(lab.hosts)
-        hosts = list(sky.Inventory.load(lab.inventory).hosts.values())
+        hosts = list(sky.Inventory.of(lab.inventory).hosts.values())
         plugin = sky.plugins.torch(elastic=(2, 3), max_restarts=2)
         with sky.Compute(hosts, plugins=[plugin], ui="none") as pool:
             future = pool.submit(epochs(str(spot / ""), 8), on="all")

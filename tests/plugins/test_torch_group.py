@@ -72,5 +72,5 @@ def test_the_head_listens_at_the_socket_that_it_was_given(gang: sky.Compute) -> 
 
 
 def test_ranks_that_do_not_come_are_named(gang: sky.Compute) -> None:
-    with pytest.raises(TimeoutError, match=r"rank 1, 2 of 3 did not come to the rendezvous at 127\.0\.0\.1:\d+"):
+    with pytest.raises(TimeoutError, match=r"rank 1, 2 of 3 did not connect to the rendezvous at 127\.0\.0\.1:\d+"):
         joined_by_hand(3, 0.5) >> gang

@@ -264,5 +264,5 @@ def test_a_vagrant_that_names_no_box_is_told(tmp_path: Path, monkeypatch: pytest
     program.chmod(0o755)
     (tmp_path / "Vagrantfile").touch()
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(sky.UsageError, match="no box is running: vagrant status names none"):
+    with pytest.raises(sky.UsageError, match="no box is running: vagrant status lists none"):
         sky.Vagrant(tmp_path).start()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import skyfab as sky
-from skyfab.protocol import messages
+from skyfab.calls.pack import PackedCall, PackedFunction
+from skyfab.protocol import codec, messages
 from skyfab.session.timing import Timing
 
 
@@ -60,6 +62,9 @@ class FakeSession:
         self.asked.append(message)
         return messages.Missing(names=self.missing) if isinstance(message, messages.Has) else messages.Done()
 
+    def read_until_there(self, reply: Any) -> None:
+        reply.block()
+
     def wait(self, done: Any) -> bool:
         for answer in self.answers:
             answer(messages.Done(), [])
@@ -83,7 +88,7 @@ class FakeNode:
         self.specs: list[Any] = []
         self.options: list[dict[str, Any]] = []
         self.cancelled: list[int] = []
-        self.unassigned: list[list[int]] = []
+        self.unassigned: list[int] = []
         self.released: list[str] = []
         self.members: dict[str, Any] = {}
         self.trees: set[str] = set()
@@ -99,13 +104,9 @@ class FakeNode:
         self.specs.append(spec)
         self.options.append(rest)
 
-    def cancel(self, stream: int) -> None:
+    def cancel(self, *streams: int, begun: bool = True) -> None:
         self._check()
-        self.cancelled.append(stream)
-
-    def unassign(self, streams: list[int]) -> None:
-        self._check()
-        self.unassigned.append(streams)
+        (self.cancelled if begun else self.unassigned).extend(streams)
 
     def release(self, worker: str) -> None:
         self._check()
@@ -131,3 +132,30 @@ class FakeNode:
         self.on_sync()
         self.trees.add(tree.digest)
         return True
+
+
+def packed(size: int = 0, label: str = "f", **options: Any) -> PackedCall:
+    """A call whose arguments have that size in bytes."""
+    function = PackedFunction("digest", codec.Payload(b""))
+    return PackedCall(function=function, arguments=codec.Payload(bytes(size)), label=label, **options)
+
+
+def result(value: object) -> tuple[messages.Message, list[memoryview]]:
+    """A host's reply to a call that returned `value`."""
+    payload = codec.dumps(value)
+    return messages.Result(parts=[len(payload.data)]), [memoryview(payload.data)]
+
+
+def raised(error: Exception, traceback: str = "") -> tuple[messages.Message, list[memoryview]]:
+    """A host's reply to a call that raised `error`."""
+    payload = codec.dumps(error)
+    kind = type(error).__name__
+    message = messages.Raised(kind=kind, text=str(error), traceback=traceback, parts=[len(payload.data)])
+    return message, [memoryview(payload.data)]
+
+
+class EndsTheProgram:
+    """Raises SystemExit when it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return sys.exit, (3,)

@@ -36,7 +36,7 @@ class Arena:
     @classmethod
     def on(cls, lab: Lab, scale: Scale) -> Arena:
         """Uses the hosts of a running lab, with the OpenSSH transport."""
-        found = Inventory.load(lab.inventory)
+        found = Inventory.of(lab.inventory)
         by_ssh = {name: replace(host, transport="openssh") for name, host in found.hosts.items()}
         return cls(lab=lab, inventory=replace(found, hosts=by_ssh), scale=scale)
 

@@ -50,7 +50,7 @@ class Forward:
                     ours=milliseconds[0],
                     baseline=milliseconds[1],
                     against="ssh -L",
-                    bar=Bar(1.25),
+                    bar=Bar(1.1),
                 )
 
 

@@ -63,9 +63,11 @@ def build(stamp: str) -> None:
     say("choosing versions")
     groups = ("--group", "dev") if stamp.endswith("\ndev") else ()
     pins, options = resolve(uv, groups)
-    say("installing into .venv, and compiling: a minute or so")
-    # Compiled once here: ranks import torch in half the time.
-    uv("pip", "sync", "--compile-bytecode", "--python", str(VENV), *options, "-", text=pins, show=True)
+    say("installing into .venv")
+    install = ("pip", "sync", "--python", str(VENV), *options)
+    uv(*install, "-", text=pins, show=True)
+    say("compiling, so that ranks import torch in half the time: a minute or so")
+    uv(*install, "--quiet", "--compile-bytecode", "-", text=pins)
     STAMP.write_bytes(os.fsencode(stamp))
 
 
@@ -221,7 +223,7 @@ def uv_version(program: str) -> tuple[int, ...]:
 
 def get_uv() -> str:
     """Install uv for this checkout alone: the system's Python may refuse installs (PEP 668)."""
-    say("getting uv")
+    say("installing uv for this checkout: half a minute or so")
     folder = PRIVATE / "uv"
     shutil.rmtree(folder, ignore_errors=True)
     try:

@@ -163,7 +163,11 @@ def fails(options: list[str], seconds: float) -> bool:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for number in range(3):
             os.dup2(nowhere, number)
-        os._exit(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", *options]))
+        code = 1
+        try:
+            code = pytest.main(["-x", "-q", "-p", "no:cacheprovider", "--assert=plain", *options])
+        finally:
+            os._exit(code)  # the parent's cleanup must not run in this process
     deadline = time.monotonic() + seconds
     try:
         while time.monotonic() < deadline:

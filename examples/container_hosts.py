@@ -12,5 +12,5 @@ if __name__ == "__main__":
         file = Path(folder) / "inventory.toml"
         file.write_text(inventory.to_toml())
         print(f"export SKYFAB_INVENTORY={file}", flush=True)
-        print("node1 and node2 are up: use that line in another terminal. Enter ends them.", file=sys.stderr)
+        print("node1 and node2 are up: use that line in another terminal. Press Enter to stop them.", file=sys.stderr)
         sys.stdin.readline()

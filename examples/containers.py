@@ -1,4 +1,4 @@
-"""Two containers for one job, gone after it: python examples/containers.py [IMAGE]"""
+"""Two containers for one job, removed afterwards: python examples/containers.py [IMAGE]"""
 
 import sys
 

@@ -1,6 +1,6 @@
 """A run that outlives its program: python examples/detached.py [node1,node2]
 
-What it prints at the end can be typed in any terminal, while the run continues and after it.
+You can run the printed command in any terminal, during the run and after it.
 """
 
 import sys
@@ -21,6 +21,6 @@ if __name__ == "__main__":
     hosts = sys.argv[1] if len(sys.argv) > 1 else "local"
     with sky.Compute(hosts, ranks=1) as compute:
         run = compute.launch(count(5), name="count")
-    again = sky.attach(run.id, hosts)  # as another program would, tomorrow
+    again = sky.attach(run.id, hosts)  # as another program would tomorrow
     print(again.result(timeout=60))
     print(f"skyfab logs {again.name}")

@@ -1,7 +1,7 @@
-"""Hosts examined before a job of CI uses them: python examples/doctor_in_ci.py [node1,node2]
+"""Examine hosts before a CI job uses them: python examples/doctor_in_ci.py [node1,node2]
 
-A failure ends the job with exit code 1. Warnings and advice are shown, and the job continues. In GitHub Actions
-findings are annotations of the job; elsewhere each is a line.
+A failure ends the job with exit code 1. Warnings and advice are shown, and the job continues. In GitHub Actions,
+findings are annotations of the job; elsewhere, each finding is a line.
 """
 
 import json
@@ -30,7 +30,7 @@ def shown(finding, annotate):
 def main(hosts):
     doctor = [sys.executable, "-m", "skyfab", "doctor", "--json", f"--hosts={hosts}"]
     done = subprocess.run(doctor, stdout=subprocess.PIPE, text=True)
-    if not done.stdout:  # nothing was examined, and the doctor has said why
+    if not done.stdout:  # nothing was examined; the doctor has printed why
         return done.returncode
     findings = json.loads(done.stdout)
     for level in COMMANDS:

@@ -1,4 +1,4 @@
-"""Data there, results back: python examples/files.py [node1,node2]"""
+"""Send data, fetch results: python examples/files.py [node1,node2]"""
 
 import sys
 import tempfile

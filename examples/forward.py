@@ -1,6 +1,6 @@
-"""A web server there, read from here: python examples/forward.py [node1]
+"""Read from a web server on a host: python examples/forward.py [node1]
 
-For a server that stays, as TensorBoard: skyfab forward 6006 --host=node1
+For a server that keeps running, such as TensorBoard: skyfab forward 6006 --host=node1
 """
 
 import sys

@@ -1,6 +1,6 @@
-"""TensorBoard on a host, in a browser here: python examples/forward_tensorboard.py [node1]
+"""TensorBoard on a host, in a browser on this machine: python examples/forward_tensorboard.py [node1]
 
-At a terminal it stays until Enter. For one that stays longer, see docs/forward.md.
+At a terminal, it runs until you press Enter. For one that runs longer, see docs/forward.md.
 """
 
 import json
@@ -42,4 +42,4 @@ if __name__ == "__main__":
                 time.sleep(0.1)  # it has not read the folder yet
             print("scalars:", *tags["."])
             if sys.stdin.isatty():
-                input("Enter ends it ")
+                input("Press Enter to stop ")

@@ -1,4 +1,4 @@
-"""Several calls side by side, each result as it comes: python examples/gather.py [node1,node2]"""
+"""Parallel calls, with each result as it arrives: python examples/gather.py [node1,node2]"""
 
 import sys
 import time
@@ -18,5 +18,5 @@ if __name__ == "__main__":
         print((wait(0.2) & wait(0.1)) >> compute)  # both at once, in the order of the calls
         calls = [wait(seconds) for seconds in (0.3, 0.2, 0.1)]
         for seconds in sky.gather(*calls, stream=True, ordered=False) >> compute:
-            print("came:", seconds)
+            print("arrived:", seconds)
         print(compute.map(wait, [0.01] * 5))  # many items, balanced over all hosts

@@ -1,4 +1,4 @@
-"""A function here, its calls elsewhere: python examples/hello.py [node1,node2]"""
+"""A function that runs on hosts: python examples/hello.py [node1,node2]"""
 
 import sys
 
@@ -8,7 +8,7 @@ import skyfab as sky
 @sky.function
 def mean(numbers):
     mine = sky.shard(numbers)
-    print(f"{len(mine)} numbers for me")
+    print(f"numbers: {len(mine)}")
     return sum(mine) / len(mine)
 
 

@@ -1,4 +1,4 @@
-"""A plugin of one's own, which seeds every rank: python examples/own_plugin.py [node1,node2]"""
+"""A custom plugin that seeds every rank: python examples/own_plugin.py [node1,node2]"""
 
 import random
 import sys

@@ -1,4 +1,4 @@
-"""The boxes of a Vagrantfile, brought up where they do not run: python examples/vagrant.py [FOLDER]"""
+"""The boxes of a Vagrantfile, started if necessary: python examples/vagrant.py [FOLDER]"""
 
 import sys
 

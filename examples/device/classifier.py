@@ -1,7 +1,7 @@
-"""A classifier of digits, trained on a remote device: python examples/device/classifier.py [--hosts=node1]
+"""A digit classifier, trained on a remote device: python examples/device/classifier.py [--hosts=node1]
 
-The loop is the one that you would write for a GPU of this machine. The program waits once for each epoch, where it
-reads the loss; the profile at the end says so.
+The loop is the same as for a GPU of this machine. The program waits once for each epoch, where it reads the loss; the
+profile at the end shows this.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from skyfab.demo import digits
 def main(hosts: str) -> None:
     data = digits.load()
     loader = DataLoader(TensorDataset(data.x_train, data.y_train), batch_size=64, shuffle=True)
-    with sky.Compute(hosts) as compute:
+    with sky.Compute(hosts, plugins=[sky.plugins.torch()]) as compute:
         device = compute.device()
         torch.manual_seed(0)
         model = digits.Classifier().to(device)
@@ -33,7 +33,7 @@ def main(hosts: str) -> None:
                     loss.backward()
                     optimizer.step()
                 print(f"epoch {epoch + 1}: loss {loss.item():.3f}")
-        model.cpu()  # before the pool closes: tensors are gone with it
+        model.cpu()  # before the pool closes, which deletes its tensors
     print(profile)
     print(f"after: {digits.evaluate(model, data.x_test, data.y_test):.0%} of the held-out digits")
 

@@ -1,7 +1,7 @@
-"""Tokens as they come: python examples/device/generate.py [--hosts=node1]
+"""Tokens as they are generated: python examples/device/generate.py [--hosts=node1]
 
-Each token depends on the one before, so a loop from here would wait for the network at every step. `sky.run_on` runs
-the loop on the host instead, next to the weights, and iterates here over what it yields.
+Each token depends on the one before, so a loop on this machine would wait for the network at every step. `sky.run_on`
+runs the loop on the host instead, next to the weights, and yields the tokens to this program.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class NextByte(nn.Module):
 
 @torch.no_grad()
 def generate(model: NextByte, tokens: Tensor, count: int) -> Iterator[int]:
-    """Runs on the host: `.item()` waits for its own device there, and not for the network."""
+    """Runs on the host: `.item()` waits for its own device, not for the network."""
     for _ in range(count):
         best = model(tokens[-SEEN:]).argmax(-1, keepdim=True)
         yield best.item()
@@ -51,7 +51,7 @@ def learn(model: NextByte, text: Tensor) -> None:
 
 
 def main(hosts: str) -> None:
-    with sky.Compute(hosts) as compute:
+    with sky.Compute(hosts, plugins=[sky.plugins.torch()]) as compute:
         device = compute.device()
         torch.manual_seed(0)
         model = NextByte().to(device)

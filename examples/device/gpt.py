@@ -1,7 +1,7 @@
 """A small GPT learns the bytes of a text: python examples/device/gpt.py [--hosts=node1]
 
-Nothing in the model or in the loop knows of a host. `.item()` waits for the device, so it is called every 20 steps:
-between two of them the program is ahead of the device, and the network does not hold it up.
+The model and the loop do not know about hosts. `.item()` waits for the device, so it is called every 20 steps: in
+between, the program runs ahead of the device, and the network does not slow it down.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class GPT(nn.Module):
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 256, bias=False)
         for embedding in (self.token, self.place):
             nn.init.normal_(embedding.weight, std=0.1)
-        self.head.weight = self.token.weight  # tied: one tensor, there too
+        self.head.weight = self.token.weight  # tied: one tensor, on the host too
 
     def forward(self, tokens: Tensor) -> Tensor:
         places = torch.arange(tokens.shape[1], device=tokens.device)
@@ -49,7 +49,7 @@ class GPT(nn.Module):
 
 
 def main(hosts: str, steps: int) -> None:
-    with sky.Compute(hosts) as compute:
+    with sky.Compute(hosts, plugins=[sky.plugins.torch()]) as compute:
         device = compute.device()
         torch.manual_seed(0)
         text = torch.tensor(list(TEXT.encode()), device=device)

@@ -1,7 +1,7 @@
-"""Weights that are never here: python examples/device/load_there.py [--hosts=node1]
+"""Weights that are never on this machine: python examples/device/load_there.py [--hosts=node1]
 
-The model is built on the meta device, without memory. The host makes or reads the weights (`sky.load_on`), and they
-stay there; from here the model is trained and asked as if it were here.
+The model is built on the meta device, without memory. The host creates or reads the weights (`sky.load_on`) and keeps
+them; this program trains and evaluates the model as if it were local.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def main(hosts: str, file: str) -> None:
     data = digits.load()
     with torch.device("meta"):
         model = digits.Classifier(hidden=(256, 256))
-    with sky.Compute(hosts) as compute:
+    with sky.Compute(hosts, plugins=[sky.plugins.torch()]) as compute:
         device = compute.device()
         with sky.device.profile() as loading:
             model.load_state_dict(sky.load_on(device, weights, file), assign=True)
@@ -38,7 +38,7 @@ def main(hosts: str, file: str) -> None:
         print(f"before: {digits.evaluate(model, data.x_test, data.y_test):.0%} of the held-out digits")
         train(model, data, device)
         print(f"after: {digits.evaluate(model, data.x_test, data.y_test):.0%} of the held-out digits")
-        sky.run_on(device, torch.save, dict(model.state_dict()), file)  # the tensors are the host's own there
+        sky.run_on(device, torch.save, dict(model.state_dict()), file)  # on the host, the tensors are local
 
 
 def train(model: nn.Module, data: digits.Split, device: torch.device) -> None:
@@ -54,6 +54,6 @@ def train(model: nn.Module, data: digits.Split, device: torch.device) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", default="local", help="the device is the first one's; this machine unless said")
-    parser.add_argument("--file", default="weights.pt", help="on the host; trained further if it is there")
+    parser.add_argument("--file", default="weights.pt", help="on the host; training continues from it if it exists")
     options = parser.parse_args()
     main(options.hosts, options.file)

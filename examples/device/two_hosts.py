@@ -1,7 +1,7 @@
 """A model on two hosts, half of its layers on each: python examples/device/two_hosts.py [--hosts=node1,node2]
 
-`.to(device)` between the halves copies from one host to the other, directly where they reach each other, and the
-gradient goes back the same way. One optimizer has the parameters of both.
+`.to(device)` between the halves copies from one host to the other, directly if they can reach each other, and the
+gradient returns the same way. One optimizer has the parameters of both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Halves(nn.Module):
 
 def main(hosts: str) -> None:
     data = digits.load()
-    with sky.Compute(hosts) as compute:
+    with sky.Compute(hosts, plugins=[sky.plugins.torch()]) as compute:
         first, second = (compute.device(on=compute.hosts[at].name) for at in (0, -1))
         torch.manual_seed(0)
         model = Halves(first, second)

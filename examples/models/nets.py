@@ -1,4 +1,4 @@
-"""Networks of one's own: hosts import this file because the scripts beside it do."""
+"""Networks for the scripts in this folder: hosts import this file because the scripts do."""
 
 from __future__ import annotations
 

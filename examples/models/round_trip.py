@@ -1,10 +1,10 @@
-"""A model is built here, trained on a host in an environment made for it, and comes back.
+"""A model is built on this machine, trained on a host in an environment made for it, and returned.
 
     python examples/models/round_trip.py node1
     python examples/models/round_trip.py node1 --index=https://mirror.example/torch
 
-The host needs sshd and a shell: torch, in the version that is here, goes there with all it needs. `--index` names where
-torch comes from, an index or a folder with wheels; without it, a build that fits each host is looked for.
+The host needs sshd and a shell: skyfab installs this machine's version of torch on it. `--index` names an index or a
+folder with torch wheels; without it, skyfab selects a build for each host.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def main(hosts: str, index: str | None) -> None:
         print(f"trained on {compute.hosts[0].name}, {where}")
     print(f"after: {nets.accuracy(net, data.x_test, data.y_test):.0%} of the held-out digits")
     tied = net.blocks[0].layer.weight is net.blocks[1].layer.weight
-    print(f"tied weights: {'still tied' if tied else 'torn apart'}")
+    print(f"tied weights: {'still tied' if tied else 'no longer tied'}")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""A state_dict goes out, is trained there, and comes back: python examples/models/state_dict.py [hosts]
+"""A state_dict is sent to a host, trained and returned: python examples/models/state_dict.py [hosts]
 
-The network is a class of your own, in a file of your own (nets.py): hosts import it as this script does.
+The network is your own class, in your own file (nets.py): hosts import it as this script does.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """One model, trained by all ranks together (DDP): python examples/training/ddp.py [--hosts=node1,node2]
 
-The process group is there before the function's first line, and each rank learns from its share of the digits.
+The process group is ready before the function's first line, and each rank learns from its share of the digits.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int) -> tuple[nn.Modul
         for rows in torch.arange(len(y)).split(64):
             loss = cross_entropy(learner(x[rows]), y[rows])
             optimizer.zero_grad()
-            loss.backward()  # the gradients become the mean of all ranks'
+            loss.backward()  # averages the gradients of all ranks
             optimizer.step()
         losses.append(loss.item())
         print(f"epoch {epoch + 1}: loss {losses[-1]:.3f}")

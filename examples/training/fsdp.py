@@ -1,7 +1,7 @@
 """A model in parts (FSDP2): python examples/training/fsdp.py [--hosts=node1,node2]
 
-No rank holds the whole model, nor its optimizer's state: `fully_shard` keeps a part of each layer on every rank, and
-puts a layer together while it is used. It runs on CPUs with gloo as it does on GPUs with NCCL.
+No rank holds the whole model or its optimizer's state: `fully_shard` keeps a part of each layer on every rank, and
+gathers a layer while it is used. It runs on CPUs with gloo and on GPUs with NCCL.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def main(hosts: str) -> None:
         results = train(model, data.x_train, data.y_train, steps=40) @ compute
     parts = [held for _, _, held in results]
     print(f"{' + '.join(map(str, parts))} of {sum(weights.numel() for weights in model.parameters())} weights")
-    model.load_state_dict(results[0][0])  # the first rank has put it together
+    model.load_state_dict(results[0][0])  # the first rank has gathered it
     print(f"{digits.evaluate(model, data.x_test, data.y_test):.0%} of the held-out digits")
 
 

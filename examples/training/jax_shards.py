@@ -1,7 +1,7 @@
 """One JAX program over all ranks: python examples/training/jax_shards.py [--hosts=node1,node2]
 
-`plugins.jax` has joined the ranks, and `jax.devices()` are those of all. Each rank puts its share of the digits on its
-own devices; the weights are on every one, and the compiler adds what has to go between them.
+`plugins.jax` connects the ranks, and `jax.devices()` lists the devices of all. Each rank puts its share of the digits
+on its own devices; the weights are on every device, and the compiler adds the communication.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main(hosts: str) -> None:
     with sky.Compute(hosts, ranks=ranks, plugins=[sky.plugins.jax()]) as compute:
         results = train(weights, x[360:], y[360:], steps=100) @ compute
     agree = all(losses == results[0][1] for _, losses, _ in results)
-    print(f"{len(results)} ranks {'agree' if agree else 'do not agree'} about the loss of {results[0][2]} images")
+    print(f"{len(results)} ranks {'agree' if agree else 'do not agree'} on the loss of {results[0][2]} images")
     right = np.argmax(scores(results[0][0], x[:360]), axis=1) == y[:360]
     print(f"{right.mean():.0%} of the held-out digits")
 

@@ -1,7 +1,7 @@
-"""A Keras model that every rank fits to its share: python examples/training/keras_shards.py [--hosts=node1,node2]
+"""A Keras model, fitted by every rank to its share: python examples/training/keras_shards.py [--hosts=node1,node2]
 
-The model goes out as it is; each rank fits it to its own part of the digits, and the weights come back to be averaged
-here. `--backend=torch` does the same with another backend: `plugins.keras` installs it and sets it on the hosts.
+The model is sent unchanged; each rank fits it to its own part of the digits, and this machine averages the weights.
+`--backend=torch` does the same with another backend: `plugins.keras` installs and selects it on the hosts.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def mean(weights: list[list[np.ndarray]]) -> list[np.ndarray]:
 
 
 def main(hosts: str, backend: Any) -> None:
-    os.environ["KERAS_BACKEND"] = backend  # here as there: before keras is imported
+    os.environ["KERAS_BACKEND"] = backend  # as on the hosts: before keras is imported
     model = build()
     table = np.loadtxt(DIGITS, delimiter=",", skiprows=1, dtype=np.int32)
     x, y = table[:, 1:] / np.float32(16), table[:, 0]

@@ -1,7 +1,7 @@
-"""A model for each rank, and one made of all: python examples/training/shards.py [--hosts=node1,node2]
+"""A model for each rank, and their average: python examples/training/shards.py [--hosts=node1,node2]
 
-The ranks do not talk while they train. Each has a copy of the model and its share of the digits; the copies come back
-and are averaged here, and the average goes out again. `plugins.torch` is there to bring torch to hosts that have none.
+The ranks do not communicate while they train. Each has a copy of the model and its share of the digits; this machine
+averages the copies and sends the average again. `plugins.torch` installs torch on hosts that lack it.
 """
 
 from __future__ import annotations

@@ -213,7 +213,7 @@ def _hosts_of(lab: Lab, home: Path) -> Callable[..., list[sky.Host]]:
                 sky.Host(**{"name": f"here{number}", "transport": "local", "cache": cache, **changes})
                 for number, cache in enumerate(caches, 1)
             ]
-        inventory = sky.Inventory.load(lab.inventory)
+        inventory = sky.Inventory.of(lab.inventory)
         if lab.kind == "namespace":
             changes["user"] = user or USERS[transport]
         return [replace(host, transport=transport, **changes) for host in list(inventory.hosts.values())[:count]]

@@ -109,7 +109,7 @@ def test_jax_is_one_program_over_all_ranks(run: Run, hosts: str) -> None:
         assert said[-1].startswith(f"process {number} of 2: ")
         first, last = numbers(said[-1])
         assert last < first / 2
-    assert ranks == "2 ranks agree about the loss of 1436 images"
+    assert ranks == "2 ranks agree on the loss of 1436 images"
     assert percent(after) > 85
 
 

@@ -48,7 +48,7 @@ NO_FILES = {"PIP_CONFIG_FILE": os.devnull}
         ({"PIP_CERT": "/etc/lab.pem"}, {"SSL_CERT_FILE": "/etc/lab.pem"}),
         ({"PIP_CERT": "/"}, {"SSL_CERT_DIR": "/"}),
         ({"PIP_CLIENT_CERT": "/etc/me.pem"}, {"SSL_CLIENT_CERT": "/etc/me.pem"}),
-        ({"PIP_DEFAULT_TIMEOUT": "7.6"}, {"UV_HTTP_TIMEOUT": "8"}),
+        ({"PIP_DEFAULT_TIMEOUT": "7.6"}, {"UV_HTTP_TIMEOUT": "7"}),
         ({"PIP_TIMEOUT": "soon"}, {}),
         ({"PIP_PROXY": "http://p:1"}, {"HTTPS_PROXY": "http://p:1", "HTTP_PROXY": "http://p:1"}),
         ({"PIP_FIND_LINKS": "/ https://m.example/wheels"}, {"UV_FIND_LINKS": "file:///,https://m.example/wheels"}),

@@ -28,8 +28,26 @@ INSTEAD = {
     r"\bnothing there is called\b": "no file matches …",
     r"\bfits? none\b|\bno \w+ fits\b": "matches",
     r"\bsay it again\b": "repeat the command",
+    r"\bas far as\b": "if, or what …",
+    r"\bin place of\b": "instead of",
+    r"\bany more\b": "no longer",
+    r"\banew\b": "again",
+    r"\bwithout end\b": "endlessly",
+    r"\b(no|enough|without) room\b": "not enough space",
+    r"\bfrom \d+ on\b": "… or more",
+    r"\bterminal to \w+ at\b": "there is no terminal for a prompt",
+    r"\bthrow-?away\b": "temporary",
+    r"\bworking director(y|ies)\b": "working folder",
 }
 """Phrases, and what to write instead."""
+
+IN_PAGES = {
+    r"\bat once\b": "immediately, in parallel, or together",
+    r"\bof (its|their|one's) own\b(?! [a-z])": "its own …",
+    r"\b(is|are) waited for\b": "… waits for",
+    r"\b(trained|built|averaged|evaluated|sent|copied|raised|found) (here|there)\b": "on this machine, or on the host",
+}
+"""The same for pages alone; a line of the generated map, which has docstrings, may have them."""
 
 
 def prose(path: Path) -> Iterator[tuple[int, str]]:
@@ -45,12 +63,17 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
                 yield token.start[0] + offset, line
 
 
-def test_phrases_that_sound_translated_are_not_used() -> None:
-    found = [
+def uses(phrases: dict[str, str], paths: list[Path]) -> list[str]:
+    """Where phrases occur, and what to write instead."""
+    return [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:90]} → {better}"
-        for path in [*PAGES, *PROGRAMS]
+        for path in paths
         for number, line in prose(path)
-        for phrase, better in INSTEAD.items()
+        for phrase, better in phrases.items()
         if re.search(phrase, line)
     ]
+
+
+def test_phrases_that_sound_translated_are_not_used() -> None:
+    found = uses(INSTEAD, [*PAGES, *PROGRAMS]) + [line for line in uses(IN_PAGES, PAGES) if "│" not in line]
     assert not found, "\n".join(found)

@@ -34,7 +34,7 @@ MAY_IMPORT = {
     "session": "errors _util protocol inventory ui ssh host",
     "inspect": "errors _util inventory host calls session",
     "detached": "errors _util context protocol inventory calls ssh session ui",
-    "env": "errors _util protocol inventory calls ssh session",
+    "env": "errors _util protocol host inventory calls ssh session",
     "device": "errors _util context protocol host",
     "pool": "errors _util context protocol inventory calls plugins ssh session detached env ui device files host"
     " inspect providers",

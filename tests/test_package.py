@@ -146,7 +146,7 @@ def test_pip_installs_it_and_train_works_outside_a_checkout(wheel: Path, links: 
     (there / "torch.pth").write_text(f"{SITE}\n")
     where = typed(tmp_path, links, tmp_path / "venv" / "bin" / "python", "-c", "import skyfab; print(skyfab.__file__)")
     assert where.startswith(str(there))
-    assert "evaluated here: " in typed(tmp_path, links, tmp_path / "venv" / "bin" / "skyfab", "train", "--epochs=1")
+    assert "evaluated locally: " in typed(tmp_path, links, tmp_path / "venv" / "bin" / "skyfab", "train", "--epochs=1")
 
 
 def test_the_release_workflow_publishes_without_a_token() -> None:

@@ -343,7 +343,7 @@ def test_a_run_folder_of_another_user_is_refused(
         host.run(["sh", "-c", f"umask 077; mkdir -p {place}; chown -R ada /tmp/run-folder"])
         host.run(["sh", "-c", f"chown {owner} {place}; chmod {mode} {place}"])
         try:
-            with pytest.raises(sky.HostError, match="another user or is open to others"):
+            with pytest.raises(sky.HostError, match="another user or is accessible to others"):
                 compute.open()
         finally:
             host.run(["rm", "-rf", "/tmp/run-folder"])
@@ -391,7 +391,12 @@ def test_the_documents_name_tests_that_are_there(document: str) -> None:
 
 @pytest.mark.parametrize(
     ("owner", "mode", "says"),
-    [("eve", "700", "another user"), ("eve", "755", "another user"), ("ada", "777", "open"), ("ada", "770", "open")],
+    [
+        ("eve", "700", "another user"),
+        ("eve", "755", "another user"),
+        ("ada", "777", "writable"),
+        ("ada", "770", "writable"),
+    ],
 )
 def test_a_cache_of_another_user_is_refused(
     namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], owner: str, mode: str, says: str

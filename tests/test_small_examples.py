@@ -15,7 +15,7 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 PRINTED = {
     "hello": ["2.5"],
     "broadcast_shard": ["9 words for", "rank 1: ", "all: 9 words, 35 letters"],
-    "gather": ["(0.2, 0.1)", "came: 0.1", "came: 0.3", "[0.01, 0.01, 0.01, 0.01, 0.01]"],
+    "gather": ["(0.2, 0.1)", "arrived: 0.1", "arrived: 0.3", "[0.01, 0.01, 0.01, 0.01, 0.01]"],
     "gpu_info": ["no NVIDIA GPU"],
     "files": ["0.txt 4000"],
     "own_plugin": ["True True"],

@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 
 from benchmarks.arena import Arena
 from benchmarks.result import Bar, Result
@@ -27,7 +28,7 @@ class Ask:
                     names = ",".join(host.name for host in crowd.hosts[:hosts])
                     command, *rest = words
                     options = [f"--inventory={crowd.lab.inventory}", f"--hosts={names}"]
-                    return _seconds([sys.executable, "-m", "skyfab", command, *options, *rest])
+                    return _seconds([Path(sys.executable).with_name("skyfab"), command, *options, *rest])
 
                 ours(count)  # warm-up: fills the hosts' caches before the measurement
                 one, ssh = alternate(arena.scale.cold, lambda: ours(1), lambda: _seconds(argv))
@@ -52,7 +53,7 @@ class Ask:
                 )
 
 
-def _seconds(argv: list[str]) -> float:
+def _seconds(argv: Sequence[str | Path]) -> float:
     started = time.perf_counter()
     subprocess.run(argv, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, check=True)
     return time.perf_counter() - started

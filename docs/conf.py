@@ -19,7 +19,7 @@ sys.path.insert(0, str(ROOT))
 os.environ["COLUMNS"] = "96"  # the width of the commands' help texts
 
 import skyfab
-from skyfab.cli.parser import CommandLine
+from skyfab.cli.parser import CommandParser
 from skyfab.cli.tasks import COMMANDS
 
 project = "skyfab"
@@ -100,9 +100,9 @@ class Commands(Directive):
 
     def run(self) -> list[nodes.Node]:
         sections: list[nodes.Node] = []
-        for name, parser in CommandLine(COMMANDS).parsers.items():
+        for name, command in COMMANDS.items():
             section = nodes.section(names=[name], ids=[name.replace(".", "-")])
-            text = parser.format_help()
+            text = CommandParser(command).format_help()
             section += [nodes.title(text=f"skyfab {name}"), nodes.literal_block(text, text, language="none")]
             sections.append(section)
         return sections

@@ -177,8 +177,7 @@ class Command:
         self.parameters = [Parameter(one) for one in self._signature.parameters.values()]
         self.rest = next((one for one in self.parameters if one.is_rest), None)
         """What takes the words for the program that it runs."""
-        if "inventory" in self._signature.parameters:
-            HINTS.with_inventory.add(self.name)
+        self.takes_inventory = "inventory" in self._signature.parameters
 
     @property
     def usage(self) -> str:

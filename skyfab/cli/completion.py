@@ -39,13 +39,14 @@ def _script(shell: str) -> str:
     from skyfab.cli.tasks import COMMANDS
 
     line = CommandLine(COMMANDS)
-    for action in (one for actions in line.actions.values() for one in actions):
+    parser = line.parser
+    for action in (one for each in line.parsers.values() for one in each.actions):
         if action.metavar in ("HOSTS", "HOST"):
             names = shtab.cmd(f"skyfab completion {_NAMES} 2>/dev/null")
             action.complete = names  # type: ignore[attr-defined]
         elif action.nargs != 0 and action.metavar != "RUN":
             action.complete = shtab.FILE  # type: ignore[attr-defined]
-    return str(shtab.complete(line.parser, shell))
+    return str(shtab.complete(parser, shell))
 
 
 def _hosts() -> list[str]:

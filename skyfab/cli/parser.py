@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import inspect
 import shlex
 import shutil
@@ -49,31 +50,41 @@ class Parser(argparse.ArgumentParser):
         print(self.format_help(), end="", file=file)  # argparse ignores errors of writing
 
 
+class CommandParser(Parser):
+    """The parser of one command."""
+
+    def __init__(self, command: Command, **options: Any) -> None:
+        program, text = HINTS.program, inspect.getdoc(command.function) or ""
+        super().__init__(
+            **options | {"prog": f"{program} {command.name}"},
+            usage=f"{program} {command.name} {command.usage}",
+            description=text.replace("\n    skyfab ", f"\n    {program} "),
+        )
+        self.actions = [one for each in command.parameters for one in each.declare(self)]
+        """Of its options."""
+
+
 class CommandLine:
-    """The parser of a program that has these commands."""
+    """The parser of a program that has these commands. Loads only the command that is typed, unless help lists all."""
 
     def __init__(self, commands: Mapping[str, Command]) -> None:
         self._commands = commands
+        self.parsers: dict[str, CommandParser] = {}
+        """By the names of the commands: of all of them once `parser` has been used."""
+
+    @functools.cached_property
+    def parser(self) -> Parser:
+        """The parser of the whole program, with all commands."""
         program = HINTS.program
-        self.parser = Parser(
+        parser = Parser(
             prog=program, usage=f"{program} COMMAND [options]", epilog=f"{program} COMMAND --help explains one of them."
         )
-        self.parser.add_argument("-V", "--version", action="store_true", help="print the version")
-        subparsers = self.parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=Parser)
-        self.parsers: dict[str, Parser] = {}
-        """By the names of the commands."""
-        self.actions: dict[str, list[argparse.Action]] = {}
-        """Of each command."""
-        for name, command in commands.items():
-            text = inspect.getdoc(command.function) or ""
-            self.parsers[name] = subparsers.add_parser(
-                name,
-                prog=f"{program} {name}",
-                usage=f"{program} {name} {command.usage}",
-                description=text.replace("\n    skyfab ", f"\n    {program} "),
-                help=text.partition("\n")[0].replace("%", "%%"),
-            )
-            self.actions[name] = [one for each in command.parameters for one in each.declare(self.parsers[name])]
+        parser.add_argument("-V", "--version", action="store_true", help="print the version")
+        subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=CommandParser)
+        for name, command in self._commands.items():
+            summary = (inspect.getdoc(command.function) or "").partition("\n")[0]
+            self.parsers[name] = subparsers.add_parser(name, command=command, help=summary.replace("%", "%%"))
+        return parser
 
     def parse(self, words: Sequence[str]) -> Line:
         """Reads a command line; prints help if that is asked for, and exits. Raises UsageError."""
@@ -83,9 +94,11 @@ class CommandLine:
         if words[0] in ("help", "-h", "--help"):  # invoke has `--help TASK`
             words = [*words[1:2], "--help"]
         at = next((number for number, word in enumerate(words) if not word.startswith("-")), len(words))
-        general, unknown = self.parser.parse_known_args(words[:at])
-        if unknown:
-            raise UsageError(f"unknown option {unknown[0]}", hint=f"{HINTS.program} --help")
+        general = argparse.Namespace()
+        if at:
+            _, unknown = self.parser.parse_known_args(words[:at], general)
+            if unknown:
+                raise UsageError(f"unknown option {unknown[0]}", hint=f"{HINTS.program} --help")
         if at == len(words):
             return Line(command="", values={})
         name, given = words[at], words[at + 1 :]
@@ -94,7 +107,8 @@ class CommandLine:
         return self._parse_command(name, given, verbose="verbose" in general)
 
     def _parse_command(self, name: str, words: list[str], *, verbose: bool) -> Line:
-        command, parser, rest = self._commands[name], self.parsers[name], list[str]()
+        command, rest = self._commands[name], list[str]()
+        parser = self.parsers.setdefault(name, CommandParser(command))
         if command.rest is not None and not command.rest.option.follows and "--" in words:
             at = words.index("--")
             words, rest = words[:at], words[at + 1 :]
@@ -125,7 +139,7 @@ class CommandLine:
         if word is None:
             return UsageError(f"unexpected argument {unknown[0]!r}", hint=help_)
         name, equals, value = word.partition("=")
-        known = [flag for action in self.actions[command] for flag in action.option_strings]
+        known = [flag for action in self.parsers[command].actions for flag in action.option_strings]
         near = nearest(name.replace("_", "-"), known)
         typed = [f"{near}{equals}{value}" if one == word else one for one in words]
         return UsageError(f"unknown option {name}", hint=f"did you mean: {_typed(command, *typed)}" if near else help_)

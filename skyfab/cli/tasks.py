@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 import errno
+import gc
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Final
@@ -22,23 +23,34 @@ from skyfab.cli.sigterm import SIGTERM
 from skyfab.errors import UsageError
 from skyfab.ui.hints import HINTS
 
-_MODULES: Final = (
-    *("train", "run", "runs", "init", "hosts", "top", "doctor", "stacks", "exec", "ssh", "forward", "put"),
-    *("trust", "prepare", "gc", "completion", "lab"),
+_NAMES: Final = (
+    *("train", "run", "runs", "logs", "attach", "stop", "init", "hosts", "top", "doctor", "stacks", "exec", "ssh"),
+    *("forward", "put", "get", "trust", "prepare", "gc", "completion", "lab.up", "lab.down", "lab.status"),
 )
-"""The modules that have commands, in the order in which new users need them."""
+"""The commands, in the order in which new users need them."""
+_MODULES: Final = {"logs": "runs", "attach": "runs", "stop": "runs", "get": "put"}
+"""Where the module does not have the command's own name, or the part of it before the dot."""
 
 
-def _commands(modules: Sequence[str]) -> dict[str, Command]:
-    found: dict[str, Command] = {}
-    for name in modules:
-        module = importlib.import_module(f"skyfab.cli.{name}")
-        found |= {one.name: one for one in vars(module).values() if isinstance(one, Command)}
-    return found
+class _Commands(Mapping[str, Command]):
+    """Imports a command when it is looked up: a program runs one of them."""
+
+    def __getitem__(self, name: str) -> Command:
+        if name not in _NAMES:
+            raise KeyError(name)
+        module = importlib.import_module(f"skyfab.cli.{_MODULES.get(name, name.partition('.')[0])}")
+        return next(one for one in vars(module).values() if isinstance(one, Command) and one.name == name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_NAMES)
+
+    def __len__(self) -> int:
+        return len(_NAMES)
 
 
-COMMANDS: Final[Mapping[str, Command]] = _commands(_MODULES)
+COMMANDS: Final[Mapping[str, Command]] = _Commands()
 """All commands, by name."""
+HINTS.takes_inventory = lambda name: name in COMMANDS and COMMANDS[name].takes_inventory
 
 
 def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = COMMANDS) -> None:
@@ -61,6 +73,7 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
         sys.exit(1 if error.errno == errno.EPIPE else f"error: standard output: {error.strerror}")
     finally:
         flush_output()
+        gc.freeze()  # Python would examine every object again, for longer than most commands compute
 
 
 def _run(words: list[str], commands: Mapping[str, Command]) -> None:

@@ -9,7 +9,6 @@ import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
@@ -46,6 +45,8 @@ def read(pattern: str = "") -> Contents:
     words = [word.strip() for word in pattern.split(",") if word.strip()]
     names = [name for name in known if _matches(name, words)]
     usable = [name for name in names if NAME.fullmatch(name) and name not in RESERVED]
+    from concurrent.futures import ThreadPoolExecutor  # imported late: few programs read aliases
+
     with ThreadPoolExecutor(8) as threads:
         found = dict(zip(usable, threads.map(lambda name: settings(Host(name=name)), usable), strict=True))
     taken: dict[object, str] = {}

@@ -7,6 +7,7 @@ the same code: the agent, and what functions may import, for example to open a p
 from __future__ import annotations
 
 import functools
+import os
 import re
 import sys
 import threading
@@ -90,7 +91,8 @@ def _files() -> Iterator[File]:
     cloudpickle = find_spec("cloudpickle")  # importing it takes longer than most commands
     assert cloudpickle is not None and cloudpickle.origin is not None
     for package in (Path(__file__).parents[1], Path(cloudpickle.origin).parent):
-        for file in sorted(file for kind in ("*.py", "*.sh") for file in package.rglob(kind)):
-            inner = file.relative_to(package).as_posix()
-            if not inner.startswith(left_out):
-                yield f"{package.name}/{inner}", file.read_bytes()
+        above = len(f"{package.parent}/")
+        found = (f"{folder}/{name}" for folder, _, names in os.walk(package) for name in names)
+        for path in sorted(path for path in found if path.endswith((".py", ".sh"))):
+            if not path.startswith(left_out, len(f"{package}/")):
+                yield path[above:], Path(path).read_bytes()

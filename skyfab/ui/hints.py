@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
@@ -15,8 +15,8 @@ class Hints:
     def __init__(self) -> None:
         self.program = "skyfab"
         """The program as it was started: ``./inv`` in a checkout."""
-        self.with_inventory: set[str] = set()
-        """Names of the commands that take ``--inventory``."""
+        self.takes_inventory: Callable[[str], bool] = lambda name: False
+        """Whether the command of this name takes ``--inventory``."""
         self._inventory: str | None = None
 
     @contextmanager
@@ -33,7 +33,7 @@ class Hints:
         given = "" if self._inventory is None else f" --inventory={shlex.quote(self._inventory)}"
 
         def command(match: re.Match[str]) -> str:
-            return f"{self.program} {match[1]}" + (given if match[1] in self.with_inventory else "")
+            return f"{self.program} {match[1]}" + (given if self.takes_inventory(match[1]) else "")
 
         return re.sub(r"\bskyfab ([a-z]+(?:\.[a-z]+)?)(?![\w:.])", command, text)
 

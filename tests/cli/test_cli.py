@@ -22,7 +22,7 @@ from skyfab.calls.call import as_function
 from skyfab.calls.image import Image, PipIndex
 from skyfab.cli import prepare, report
 from skyfab.cli.image_options import ImageOptions
-from skyfab.cli.parser import CommandLine
+from skyfab.cli.parser import CommandParser
 from skyfab.cli.tasks import COMMANDS
 from skyfab.env.lock import Lock
 from skyfab.errors import (
@@ -79,7 +79,7 @@ def test_every_task_teaches(skyfab: Skyfab, name: str) -> None:
     assert (code, err) == (0, "")
     assert re.match(rf"usage: skyfab {re.escape(name)}\b", out)
     assert re.search(rf"^examples:\n(  .*\n)*  .*skyfab {re.escape(name)}\b", out, re.MULTILINE)
-    for action in CommandLine(COMMANDS).actions[name]:
+    for action in CommandParser(COMMANDS[name]).actions:
         shown = ", ".join(action.option_strings) or str(action.metavar)
         assert re.search(rf"^  {re.escape(shown)}(?!\w).*\s+\w", out, re.MULTILINE), action
     assert skyfab("--help", name).out == skyfab("help", name).out == skyfab(name, "-h").out == out

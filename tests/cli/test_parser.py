@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyfab.cli.parser import CommandLine
+from skyfab.cli.parser import CommandLine, CommandParser
 from skyfab.cli.tasks import COMMANDS
 from skyfab.errors import UsageError
 
 LINE = CommandLine(COMMANDS)
 TYPED = "-- - -f -v -V lab node1 x.py --hosts=node1 --ranks=2 --epochs=x --json=1 --inventory= -fv -é --= ="
-FLAGS = [flag for actions in LINE.actions.values() for action in actions for flag in action.option_strings]
+FLAGS = [flag for one in COMMANDS.values() for action in CommandParser(one).actions for flag in action.option_strings]
 PIECES = [*COMMANDS, *FLAGS, *TYPED.split(), "", "a b"]
 
 

@@ -34,7 +34,7 @@ class PackedFunction:
     payload: codec.Payload
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class PackedCall:
     """A call as it is sent: packed once, whichever way it runs."""
 

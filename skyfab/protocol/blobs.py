@@ -67,6 +67,8 @@ def inline_size(parts: Sequence[Part]) -> int:
 
 def split(parts: Sequence[Part], data: memoryview, resolve: Resolve | None = None) -> list[memoryview]:
     """The parts of a small message, each in its own allocation, because arrays should start at an aligned address."""
+    if parts == [len(data)]:  # the common case
+        return [memoryview(bytearray(data))]
     if inline_size(parts) != len(data):
         raise ProtocolError(f"{len(data)} bytes of data where {inline_size(parts)} were announced")
     found: list[memoryview] = []

@@ -69,7 +69,7 @@ def dumps(value: Any, reference: Reference | None = None) -> Payload:
     An object for which `reference` returns a function and its arguments is unpickled as what that function returns.
     Raises whatever pickling raises.
     """
-    if type(value) in _ATOMS or (type(value) is tuple and all(type(v) in _ATOMS for v in value)):
+    if type(value) in _ATOMS or (type(value) is tuple and _ATOMS.issuperset(map(type, value))):
         return Payload(pickle.dumps(value, protocol=5))  # faster, and cloudpickle is not needed for these types
     file, beside = io.BytesIO(), _Beside()
     _Pickler(file, beside, reference).dump(value)

@@ -215,28 +215,29 @@ class SharedReader:
         return True
 
     def read_until_there(self, reply: Reply) -> None:
-        """Waits for a reply, and reads the connections meanwhile unless another thread does."""
-        SIGNAL_GUARD.wrap()  # a handler that raised while what was read is handled would lose it
-        with SIGNAL_GUARD:
-            self._callers.append(reply)
-            try:
-                if self._reading.acquire(blocking=False):
-                    SIGNAL_GUARD.lend(self._reading)
-                    try:
-                        while self._connections and not reply.is_there:
-                            self._read_once(SIGNAL_GUARD.allow)
-                        self._rest()
-                    except HandlerRan:
-                        self._end_rest()
-                    finally:
-                        SIGNAL_GUARD.release(self._reading)
-                if not reply.is_there:
-                    reply.block()
+        """Waits for a reply, and reads the connections meanwhile unless another thread does.
+
+        Call it inside a block of SIGNAL_GUARD: a handler that raised while what was read is handled would lose it.
+        """
+        self._callers.append(reply)
+        try:
+            if self._reading.acquire(blocking=False):
+                SIGNAL_GUARD.lend(self._reading)
+                try:
+                    while self._connections and not reply.is_there:
+                        self._read_once(SIGNAL_GUARD.allow)
                     self._rest()
-            finally:
-                self._callers.remove(reply)
-                if self._callers:  # of other threads, or of this one: this is a signal handler
+                except HandlerRan:
                     self._end_rest()
+                finally:
+                    SIGNAL_GUARD.release(self._reading)
+            if not reply.is_there:
+                reply.block()
+                self._rest()
+        finally:
+            self._callers.remove(reply)
+            if self._callers:  # of other threads, or of this one: this is a signal handler
+                self._end_rest()
 
     def _rest(self) -> None:
         """Leaves reading to callers for a while, if they come one after another."""

@@ -21,6 +21,7 @@ from skyfab.session.bootstrap import CONNECT, Bootstrap, cannot_run, check_agent
 from skyfab.session.connection import Connection
 from skyfab.session.reader import SharedReader, refuse_to_wait
 from skyfab.session.replies import Listener, Reply
+from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.session.timing import Timing
 from skyfab.ssh.base import Stream, Transport
 from skyfab.ssh.logins import retry
@@ -159,9 +160,11 @@ class Session:
         """Sends a message and waits for its reply. Raises the error that the host reports."""
         refuse_to_wait()
         reply = Reply()
-        self.send(message, parts, answer=reply.answered, failure=reply.failed)
-        self.read_until_there(reply)
-        found, _ = reply.wait()
+        SIGNAL_GUARD.wrap()
+        with SIGNAL_GUARD:
+            self.send(message, parts, answer=reply.answered, failure=reply.failed)
+            self.read_until_there(reply)
+            found, _ = reply.wait()
         if isinstance(found, messages.Failed):
             raise HostUnfit(found.text, host=self.host.name, hint=found.hint)
         return found

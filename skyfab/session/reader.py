@@ -161,7 +161,8 @@ class SharedReader:
     def retry_soon(self, connection: Readable) -> None:
         """Calls `on_wake` after a short time: data is pending, and no descriptor can be polled for writability."""
         self._retrying.append(connection)
-        self.poke()
+        if threading.get_ident() not in _handling:  # else it reads, and `poke` would end its next wait at once
+            self.poke()
 
     def wake(self, connection: Readable) -> None:
         """Makes the thread call `on_wake` soon."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ import skyfab as sky
 from skyfab.protocol import messages
 from skyfab.session.reader import SharedReader
 from skyfab.session.replies import Reply
+from skyfab.session.signals import SIGNAL_GUARD
 
 
 class Pipe:
@@ -188,7 +190,24 @@ def test_wake_is_heard_once_each(reader: SharedReader) -> None:
     until(lambda: one.wakes == 1)
     reader.retry_soon(one)
     until(lambda: one.wakes == 2)
+    reader.wake(one)
+    until(lambda: one.wakes == 3)
     assert other.wakes == 0
+
+
+def test_what_cannot_be_written_yet_is_tried_again_after_a_pause(reader: SharedReader) -> None:
+    pipe = Pipe(reader)
+
+    def on_wake() -> Sequence[Callable[[], None]]:
+        pipe.wakes += 1
+        reader.retry_soon(pipe)
+        return ()
+
+    pipe.on_wake = on_wake  # type: ignore[method-assign]
+    begun = time.monotonic()
+    reader.retry_soon(pipe)
+    until(lambda: pipe.wakes > 10)
+    assert pipe.wakes < 3 + (time.monotonic() - begun) / 0.002
 
 
 def test_a_wake_from_inside_an_action_is_heard(reader: SharedReader) -> None:
@@ -211,6 +230,49 @@ def test_an_action_cannot_wait(reader: SharedReader) -> None:
     pipe.then = wait
     pipe.say()
     until(lambda: bool(told))
+
+
+def test_a_signal_handler_that_was_set_after_the_pool_was_opened_does_not_run_inside(reader: SharedReader) -> None:
+    found: list[int] = []
+
+    def done() -> bool:
+        signal.raise_signal(signal.SIGUSR1)
+        return not found
+
+    SIGNAL_GUARD.watch()
+    before = signal.signal(signal.SIGUSR1, lambda number, _: found.append(number))
+    try:
+        assert reader.wait(done)
+        assert found == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        SIGNAL_GUARD.leave()
+
+
+def test_a_forked_child_does_not_wait_for_the_parents_threads(reader: SharedReader) -> None:
+    locked, go_on = threading.Event(), threading.Event()
+
+    class Slow(Pipe):
+        @property
+        def interval(self) -> float:
+            """Asked for with the reader's lock held."""
+            locked.set()
+            go_on.wait(60)
+            return 60.0
+
+        @interval.setter
+        def interval(self, value: float) -> None: ...
+
+    pipe = begin(lambda: Slow(reader))
+    locked.wait(60)
+    child = os.fork()
+    if not child:
+        signal.alarm(20)
+        reader.poke()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    go_on.set()
+    pipe.result(60)
 
 
 # ---- callers that read

@@ -22,7 +22,12 @@ start() {
     echo "$node ended"
 }
 
-if "$engine" network create --label "skyfab=$set" "$set" >/dev/null 2>"$folder/network"; then
+make_network() {
+    "$engine" network create --label "skyfab=$set" "$set" >/dev/null 2>"$folder/network"
+}
+
+# Once more: podman fails if an interface of this machine disappears while it reads their addresses.
+if make_network || { sleep 1 && make_network; }; then
     if read -r image <&3; then
         number=0
         while [ "$number" -lt "$count" ]; do

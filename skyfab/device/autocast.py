@@ -74,7 +74,7 @@ def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = N
     given = [tensor for tensor in (x, weight, bias) if tensor is not None]
     with torch._C._ExcludeDispatchKeyGuard(_KEYS):
         if all(is_remote(t) and t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in given):
-            return composite_ops.cast_linear(x, weight, bias, torch.get_autocast_dtype(TYPE))
+            return composite_ops.CastLinear.apply(x, weight, bias, torch.get_autocast_dtype(TYPE))
         return torch.ops.aten.linear.default(*given)
 
 

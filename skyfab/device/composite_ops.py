@@ -130,7 +130,7 @@ def _linear_gradients(
     return call(name, [[x, grad, weight], wanted, *more], outputs, x.device)
 
 
-class _CastLinear(torch.autograd.Function):  # type: ignore[misc]
+class CastLinear(torch.autograd.Function):  # type: ignore[misc]
     """A linear layer in lower precision: the casts are part of the instruction, each way."""
 
     @staticmethod
@@ -149,11 +149,6 @@ class _CastLinear(torch.autograd.Function):  # type: ignore[misc]
         with torch.no_grad():
             found = _linear_gradients("cast_linear_backward", x, grad, weight, ctx.needs_input_grad[:3], name)
         return (*_only_once(found, "linear with autocast"), None)
-
-
-def cast_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> Any:
-    """A linear layer in lower precision."""
-    return _CastLinear.apply(x, weight, bias, dtype)
 
 
 def _composite(op: Any) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ def open_device(name: str, link: HostLink) -> DeviceStream:
             "a remote device needs torch in this program's environment too", hint="pip install torch"
         ) from error
     from skyfab.device import backend, patches, plans, tensors
-    from skyfab.device.stream import DeviceStream
+    from skyfab.device.stream import DeviceStream, flusher
     from skyfab.host.device import wire
 
     with _registering:
@@ -44,6 +44,7 @@ def open_device(name: str, link: HostLink) -> DeviceStream:
             tensors.forget_layouts(index)
             plans.forget_plans()
         tensors.streams[index : index + 1] = [stream]
+        flusher.start()
     asked = stream.start([wire.HELLO])
     with _registering:
         backend.register()  # while the host imports torch
@@ -78,9 +79,9 @@ def _stream_of(device: Any) -> DeviceStream:
 
 def synchronize() -> None:
     """Waits until all remote devices have executed everything. Raises the error of an operation that failed."""
-    import sys
+    from skyfab.device.stream import streams
 
-    if "skyfab.device.torch_sky" in sys.modules:
+    if streams:
         from skyfab.device import torch_sky
 
         torch_sky.synchronize()

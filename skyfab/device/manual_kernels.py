@@ -16,6 +16,7 @@ from skyfab.device.stream import DeviceFuture, DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, index_of, is_remote, layout_of, operand, stream_of
 from skyfab.errors import ProtocolError
 from skyfab.host.device import wire
+from skyfab.protocol import codec
 from skyfab.protocol.blobs import LARGE, allocate
 
 _aten: Final = torch.ops.aten
@@ -35,14 +36,11 @@ def kernels() -> dict[str, Callable[..., Any]]:
         "empty.memory_format": _empty,
         "empty_strided": _empty_strided,
         "copy_": _copy,
-        "_copy_from": lambda source, target, non_blocking=False: _copy(target, source),
-        "_copy_from_and_resize": lambda source, target: _copy(target.resize_(source.shape), source),
         "clone": _clone,
         "_to_copy": _to_copy,
         "_efficientzerotensor": torch.zeros,  # an ordinary tensor: the host has no other ones
-        "_nested_tensor_from_mask_left_aligned": lambda padded, mask: (
-            False
-        ),  # PyTorch asks before it makes a nested one
+        # PyTorch asks before it makes a nested one
+        "_nested_tensor_from_mask_left_aligned": lambda padded, mask: False,
         "_local_scalar_dense": _item,
         "resize_": _resize,
         "set_.source_Storage_storage_offset": _like_cpu(_aten.set_.source_Storage_storage_offset),
@@ -173,8 +171,7 @@ def snapshot(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> mem
         copy = torch.empty(shape, dtype=dtype)
     else:  # in huge pages, which halves the time
         copy = torch.frombuffer(allocate(size), dtype=torch.uint8).view(dtype).view(shape)
-    copy.copy_(source)
-    return memoryview(copy.reshape(-1).view(torch.uint8).numpy()) if copy.numel() else memoryview(b"")
+    return codec.tensor_memory(copy.copy_(source))
 
 
 def _clone(self: torch.Tensor, *, memory_format: torch.memory_format | None = None) -> torch.Tensor:
@@ -231,12 +228,9 @@ def _make(source: torch.Tensor, dtype: torch.dtype, device: torch.device) -> tor
 def fetch(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in this machine's memory. Waits for it."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
-    result = torch.empty(tensor.shape, dtype=tensor.dtype)
-    if result.numel():
-        batch = stream_of(tensor).ask([wire.FETCH, operand(tensor)[1]])
-        batch.value()
-        fill(result, batch.buffers)
-    return result
+    if not tensor.numel():
+        return torch.empty(tensor.shape, dtype=tensor.dtype)
+    return _copied(tensor, stream_of(tensor).ask([wire.FETCH, operand(tensor)[1]]))
 
 
 def fetch_later(tensor: torch.Tensor) -> Future[torch.Tensor]:
@@ -250,14 +244,10 @@ def fetch_later(tensor: torch.Tensor) -> Future[torch.Tensor]:
     tensor = tensor.detach().resolve_conj().resolve_neg()
 
     def arrived(batch: Batch, error: Exception | None) -> None:
-        if error is not None:
-            future.set_exception(error)
-            return
         try:
-            batch.value()
-            result = torch.empty(tensor.shape, dtype=tensor.dtype)
-            fill(result, batch.buffers)
-            future.set_result(result)
+            if error is not None:
+                raise error
+            future.set_result(_copied(tensor, batch))
         except Exception as found:
             future.set_exception(found)
 
@@ -265,12 +255,20 @@ def fetch_later(tensor: torch.Tensor) -> Future[torch.Tensor]:
     return future
 
 
+def _copied(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """The copy that a host sent."""
+    batch.value()
+    result = torch.empty(tensor.shape, dtype=tensor.dtype)
+    fill(result, batch.buffers)
+    return result
+
+
 def fill(result: torch.Tensor, buffers: Sequence[memoryview]) -> None:
     """Writes what a host sent into a new tensor. Raises ProtocolError if it is not as long as that."""
-    size = result.numel() * result.element_size()
-    if len(buffers) != 1 or len(buffers[0]) != size:
-        raise ProtocolError(f"a device sent {[*map(len, buffers)]} bytes for a tensor of {size}")
-    memoryview(result.reshape(-1).view(torch.uint8).numpy())[:] = buffers[0]
+    memory = codec.tensor_memory(result)
+    if len(buffers) != 1 or len(buffers[0]) != len(memory):
+        raise ProtocolError(f"a device sent {[*map(len, buffers)]} bytes for a tensor of {len(memory)}")
+    memory[:] = buffers[0]
 
 
 def _item(self: torch.Tensor) -> Any:

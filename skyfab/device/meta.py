@@ -42,7 +42,9 @@ def predict(
     if name in _SCALARS_OF_CPU:
         args = [value.to(where) if isinstance(value, torch.Tensor) and value.is_cpu else value for value in args]
     if device == "cpu" and name in _SHAPED_BY_DEVICE:
-        where, mode = "cpu", _fake_tensors()
+        from torch._subclasses.fake_tensor import FakeTensorMode
+
+        where, mode = "cpu", FakeTensorMode()  # slower than the meta device, and more exact
     with mode:
         meta_args = [to_meta(value, where) for value in args]
         meta_kwargs = {name: to_meta(value, where) for name, value in kwargs.items()}
@@ -52,13 +54,6 @@ def predict(
     if name == "_native_multi_head_attention" and not kwargs.get("need_weights", (*args[_NEED_WEIGHTS:], True)[0]):
         result = (result[0], None)
     return result, meta_args, meta_kwargs
-
-
-def _fake_tensors() -> Any:
-    """PyTorch's mode in which tensors have no memory, on any device: slower than the meta device, and more exact."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    return FakeTensorMode()
 
 
 def to_meta(value: Any, device: str = "meta") -> Any:

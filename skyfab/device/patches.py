@@ -28,7 +28,7 @@ def apply() -> None:
     tensor.new_tensor = _on_own_device(tensor.new_tensor)
     tensor.new = _on_own_device(tensor.new)
     tensor.pin_memory = _pinned(tensor.pin_memory)
-    tensor.__repr__ = _printed(tensor.__repr__)
+    torch._tensor_str._tensor_str = _printed(torch._tensor_str._tensor_str)
     torch.Generator = _Generator
     for module in (torch.autograd, torch.autograd.graph):
         module._engine_run_backward = _raising_again(module._engine_run_backward)
@@ -129,19 +129,10 @@ def _printed(original: Any) -> Any:
     """Prints the values with one wait instead of several."""
 
     @functools.wraps(original)
-    def shown(self: Any, *, tensor_contents: str | None = None) -> str:
-        if not _is_plain(self) or tensor_contents is not None:
-            return str(original(self, tensor_contents=tensor_contents))
-        here = manual_kernels.fetch(self)
-        text = str(original(here))
-        suffix = f", device='{self.device}'"
-        if self.grad_fn is not None:
-            suffix += f", grad_fn=<{type(self.grad_fn).__name__}>"
-        elif self.requires_grad:
-            suffix += ", requires_grad=True"
-        return f"{text[:-1]}{suffix})" if text.endswith(")") else text
+    def values(self: Any, indent: int) -> Any:
+        return original(manual_kernels.fetch(self) if _is_plain(self) else self, indent)
 
-    return shown
+    return values
 
 
 _OwnGenerator: Any = torch.Generator

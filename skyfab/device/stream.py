@@ -100,7 +100,6 @@ class DeviceStream:
         """Why the device can no longer be used."""
         self._uploads: list[memoryview] = []
         self._size = 0
-        _flusher.watch(self)
 
     @property
     def torch_device(self) -> torch.device:
@@ -182,8 +181,7 @@ class DeviceStream:
     def receive(self, batch: Batch) -> Batch:
         """Waits for the reply."""
         self.wait(functools.partial(self._is_over, batch), find_call_site())
-        with self.link.guard, self._lock:
-            self._raise()
+        self.check()
         if not batch.done:
             raise HostLost("the connection has ended", host=self.link.name)
         return batch
@@ -243,9 +241,10 @@ class DeviceStream:
             instructions.append((wire.FREE, *freed))
         if not instructions:
             return None
-        buffers: list[memoryview] = []
-        wrapped = [pickle.PickleBuffer(upload) for upload in uploads]
-        data = pickle.dumps((self.device, instructions, *wrapped, None), 5, buffer_callback=_out_of_band(buffers))
+        large: list[pickle.PickleBuffer] = []
+        carried = [bytearray(part) if len(part) < codec.IN_BAND else pickle.PickleBuffer(part) for part in uploads]
+        data = pickle.dumps((self.device, instructions, *carried, None), 5, buffer_callback=large.append)
+        buffers = [part.raw() for part in large]
         for observer in observers:
             observer.sent(instructions, len(data) + sum(map(len, buffers)))
         batch = Batch(self, entries, size)
@@ -256,8 +255,7 @@ class DeviceStream:
             self.link.send(codec.Payload(data, buffers), batch)
         except BaseException as error:  # also what a handler of signals raises: nothing is missing without a word
             found = error if isinstance(error, SkyfabError) else self.worker_died("sending was interrupted", entries)
-            self._lost = self._lost or found
-            self.limit = 0
+            self._lose(found)
             raise
         return batch
 
@@ -323,7 +321,11 @@ class DeviceStream:
 
     def end(self, why: str) -> None:
         """The device's process has ended."""
-        self._lost = self._lost or self.worker_died(why, ())
+        self._lose(self.worker_died(why, ()))
+
+    def _lose(self, why: Exception) -> None:
+        """The device can no longer be used."""
+        self._lost = self._lost or why
         self.limit = 0
 
     def _raise(self) -> None:
@@ -358,17 +360,13 @@ class DeviceStream:
     def leave_to_parent(self) -> None:
         """This process was forked: the device belongs to the parent."""
         self._lock = threading.RLock()
-        self._lost = UsageError("a forked process cannot use the remote devices of its parent")
-        self.limit = 0
+        self._lose(UsageError("a forked process cannot use the remote devices of its parent"))
         self.buffer.clear()
 
     def close(self) -> None:
         """The pool closes: the device can no longer be used."""
         with self._lock:
-            self._lost = self._lost or UsageError(
-                "the pool of this device is closed; its tensors are lost", host=self.link.name
-            )
-            self.limit = 0
+            self._lose(UsageError("the pool of this device is closed; its tensors are lost", host=self.link.name))
             self.buffer.clear()
 
 
@@ -389,48 +387,40 @@ class DeviceFuture(Future[Any]):
         return super().result()
 
 
-def _out_of_band(into: list[memoryview]) -> Callable[[pickle.PickleBuffer], bool]:
-    def keep(buffer: pickle.PickleBuffer) -> bool:
-        view = buffer.raw()
-        if len(view) < codec.IN_BAND:
-            return True
-        into.append(view)
-        return False
+streams: Final[list[DeviceStream]] = []
+"""The devices of this process, by their index in torch."""
 
-    return keep
+
+def open_streams() -> list[DeviceStream]:
+    """The streams of all devices that can be used."""
+    return [stream for stream in streams if not stream.is_lost]
 
 
 class _Flusher:
     """Sends instructions that have waited for a few milliseconds, for all devices. One thread."""
 
     def __init__(self) -> None:
-        self._streams: list[DeviceStream] = []
         self._lock = threading.Lock()
         self._is_running = False
 
-    def watch(self, stream: DeviceStream) -> None:
+    def start(self) -> None:
+        """There is a new device."""
         with self._lock:
-            self._streams.append(stream)
             if not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._run, name="skyfab-device", daemon=True).start()
 
-    def open_streams(self) -> list[DeviceStream]:
-        """The streams of all devices that can be used."""
-        with self._lock:
-            return [stream for stream in self._streams if not stream.is_lost]
-
     def _next_streams(self) -> list[DeviceStream]:
-        """The same. The thread ends after it if there are none."""
+        """The devices that can be used. The thread ends if there are none."""
         with self._lock:
-            self._streams = [stream for stream in self._streams if not stream.is_lost]
-            self._is_running = bool(self._streams)
-            return self._streams
+            found = open_streams()
+            self._is_running = bool(found)
+            return found
 
     def _run(self) -> None:
         last = time.monotonic()
-        while streams := self._next_streams():
-            flushed = [stream.try_flush() for stream in streams]
+        while found := self._next_streams():
+            flushed = [stream.try_flush() for stream in found]
             now = time.monotonic()
             if any(flushed):
                 last = now
@@ -438,13 +428,11 @@ class _Flusher:
 
     def forked(self) -> None:
         """This is a child process: it has neither the thread nor the devices."""
-        streams, self._streams = self._streams, []
         self._lock = threading.Lock()
         self._is_running = False
-        for stream in streams:
+        for stream in open_streams():
             stream.leave_to_parent()
 
 
-_flusher: Final = _Flusher()
-os.register_at_fork(after_in_child=_flusher.forked)
-open_streams: Final = _flusher.open_streams
+flusher: Final = _Flusher()
+os.register_at_fork(after_in_child=flusher.forked)

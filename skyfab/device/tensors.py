@@ -10,16 +10,15 @@ import itertools
 import math
 import threading
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 
 from skyfab.device.storages import RemoteStorage, by_address
+from skyfab.device.stream import DeviceStream
+from skyfab.device.stream import streams as streams
 from skyfab.errors import ProtocolError
 from skyfab.host.device import wire
-
-if TYPE_CHECKING:
-    from skyfab.device.stream import DeviceStream
 
 TYPE: Final = "sky"
 """The name of the device type in torch."""
@@ -65,8 +64,6 @@ _name: Final = ctypes.create_string_buffer(b"dltensor")
 _NAME: Final = ctypes.addressof(_name)
 _from_dlpack = torch._C._from_dlpack
 
-streams: Final[list[DeviceStream]] = []
-"""The devices of this process, by their index in torch."""
 new_id: Final = itertools.count(1).__next__
 new_block: Final = itertools.count(1 << 40, wire.BLOCK).__next__
 """The first of many ids that the host may use: for results of which only the host knows how many there are."""

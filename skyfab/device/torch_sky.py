@@ -10,7 +10,7 @@ import torch
 
 from skyfab.device import tensors
 from skyfab.device.manual_kernels import fill, snapshot
-from skyfab.device.stream import DeviceStream
+from skyfab.device.stream import DeviceStream, open_streams
 from skyfab.host.device import wire
 
 _initialized: Final = True
@@ -30,7 +30,7 @@ class device:
     """``with torch.sky.device(1)``: the device that is meant where none is named."""
 
     def __init__(self, device: Any) -> None:
-        self._index = device if isinstance(device, int) else torch.device(device).index or 0
+        self._index = _index(device)
 
     def __enter__(self) -> None:
         self._before, _current.index = _current.index, self._index
@@ -56,7 +56,7 @@ def current_device() -> int:
 
 
 def device_count() -> int:
-    return max((stream.index + 1 for stream in _open_streams()), default=0)
+    return max((stream.index + 1 for stream in open_streams()), default=0)
 
 
 def get_amp_supported_dtype() -> list[torch.dtype]:
@@ -71,18 +71,21 @@ def synchronize(device: Any = None) -> None:
 
 def _open_streams(device: Any = None) -> Sequence[DeviceStream]:
     """The devices that can be used; all, or one."""
-    found: Sequence[DeviceStream] = tensors.streams
-    if device is not None:
-        index = device if isinstance(device, int) else torch.device(device).index or 0
-        found = [tensors.streams[index]]
-    return [stream for stream in found if not stream.is_lost]
+    if device is None:
+        return open_streams()
+    stream = tensors.streams[_index(device)]
+    return [] if stream.is_lost else [stream]
+
+
+def _index(device: Any) -> int:
+    return device if isinstance(device, int) else torch.device(device).index or 0
 
 
 # ---- random numbers
 
 
 def manual_seed_all(seed: int) -> None:
-    for stream in _open_streams():
+    for stream in open_streams():
         stream.emit([wire.SEED, seed % (1 << 64), 0])
 
 

@@ -7,10 +7,6 @@ import hmac
 from pathlib import Path
 from typing import Final
 
-from skyfab.errors import UsageError
-
-from . import programs
-
 USER: Final = "pat"
 FILE: Final = "/etc/ssh/codes"
 """The secrets of users on a host. PAM notes there which codes have been used."""
@@ -21,13 +17,6 @@ account required pam_permit.so
 session required pam_permit.so
 """
 """The host's /etc/pam.d/sshd."""
-
-
-def require() -> None:
-    """Raises UsageError, with the command to type, if this machine lacks the module for PAM."""
-    missing = programs.missing(programs.CODES)
-    if missing:
-        raise UsageError("hosts with one-time codes need a module for PAM", hint=programs.command(missing))
 
 
 def code(password: str, number: int) -> str:

@@ -22,7 +22,7 @@ from skyfab._util.scripts import read
 from skyfab.errors import UsageError
 
 from . import codes as one_time
-from . import loopback, namespace, root
+from . import loopback, namespace, programs, root
 from . import sshd as server
 from .host import IDENTITY, LabHost
 from .loopback import LoopbackHost
@@ -112,8 +112,8 @@ class Lab:
         names = {f"node{number}" for number in range(1, count + 1)}
         if strange := {*passwords, *codes} - names or {*passwords} & {*codes}:
             raise UsageError(f"not hosts of the lab, or in both passwords and codes: {', '.join(sorted(strange))}")
-        if codes:
-            one_time.require()
+        if codes and (missing := programs.missing(programs.CODES)):
+            raise UsageError("hosts with one-time codes need a module for PAM", hint=programs.command(missing))
         server.program()
         place = _fresh(folder)
         try:
@@ -276,9 +276,8 @@ def _watch(place: Path) -> None:
 def _end(hosts: Sequence[LabHost]) -> None:
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(lambda host: host.kill(), hosts))
-    for host in hosts[:1]:
-        if host.wires is not None:
-            host.wires.close()
+    if (wires := hosts[0].wires) is not None:
+        wires.close()
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pwd
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -64,7 +65,10 @@ class LoopbackHost(LabHost):
         self._end("init")
         if Path("/proc/self/environ").exists():
             for left in self.processes():
-                self._end_process(left)
+                with suppress(ProcessLookupError):
+                    process = Process.of(left.outside)
+                    if self._ours(process.pid):  # checked again, because the pid may have been reused
+                        process.end()
 
     def reboot(self) -> None:
         self.kill()
@@ -76,14 +80,6 @@ class LoopbackHost(LabHost):
         except OSError:
             return False
         return f"{MARK}={self.folder}".encode() in variables
-
-    def _end_process(self, left: LabProcess) -> None:
-        try:
-            process = Process.of(left.outside)
-        except ProcessLookupError:
-            return
-        if self._ours(process.pid):  # checked again, because the pid may have been reused
-            process.end()
 
 
 def build(plan: Plan) -> list[LoopbackHost]:
@@ -100,11 +96,13 @@ def _build(plan: Plan, number: int, port: int, keys_file: Path) -> LoopbackHost:
     settings = sshd.settings(
         host_key=folder / "key",
         authorized_keys=keys_file,
-        port=port,
-        listen="127.0.0.1",
-        strict=False,
-        mark=f"{MARK}={folder}",
-        other=plan.sshd,
+        other={
+            **plan.sshd,
+            "Port": str(port),
+            "ListenAddress": "127.0.0.1",
+            "StrictModes": "no",  # parent folders of the key files may belong to others
+            "SetEnv": f'"{MARK}={folder}"',
+        },
     )
     (folder / "sshd_config").write_text(settings)
     return LoopbackHost(

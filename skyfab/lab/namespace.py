@@ -12,12 +12,11 @@ from pathlib import Path
 
 from skyfab._util.scripts import read
 
-from . import root, sshd
+from . import programs, root, sshd
 from .host import UNSHARE, LabHost
 from .network import INTERFACE, Network, free_ports, make_room_for_neighbours
 from .plan import Plan
 
-TOOLS = ("ip", "unshare", "nsenter", "mount", "umount", "pivot_root")
 TRIAL = read("lab/trial.sh")
 
 
@@ -30,9 +29,8 @@ def make_room(folder: Path) -> str | None:
         return f"network namespaces need Linux, not {sys.platform}"
     if os.geteuid() != 0:
         return "network namespaces require root"
-    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
-    if missing:
-        return f"programs are missing: {', '.join(missing)} (packages iproute2, util-linux)"
+    if missing := programs.missing(programs.NETWORK):
+        return f"packages are missing: {', '.join(missing)}"
     obstacle = _try(folder)
     if obstacle is None:
         return None

@@ -191,7 +191,7 @@ def shape(device: str, mbit: float | None, *, space: str = "") -> None:
         return
     burst = max(16_384, int(mbit * 1e6 / 8 / 100))  # what is sent in 10 ms
     limit = f"tbf rate {int(mbit * 1e6)}bit burst {burst} latency 600ms"
-    _run("tc", [f"qdisc replace dev {device} root {limit}"], space)
+    _batch("tc", [f"qdisc replace dev {device} root {limit}"], space, check=True)
 
 
 def divert(device: str, tap: str, *, space: str = "") -> None:
@@ -208,7 +208,7 @@ def divert(device: str, tap: str, *, space: str = "") -> None:
         f"filter add dev {device} egress pref 1 {everything} indev {tap} flowid :1",
         f"filter add dev {device} egress pref 2 {everything} action mirred egress redirect dev {tap}",
     ]
-    _run("tc", lines, space)
+    _batch("tc", lines, space, check=True)
 
 
 def divert_no_more(device: str, *, space: str = "") -> None:
@@ -222,15 +222,14 @@ def enter(space: str) -> list[str]:
 
 def ip(*lines: str, space: str = "") -> None:
     """Runs `ip` commands in one process. Raises UsageError with its error output if one fails."""
-    _run("ip", lines, space)
+    _batch("ip", lines, space, check=True)
 
 
-def _run(program: str, lines: Sequence[str], space: str) -> None:
-    done = _batch(program, lines, space)
-    if done.returncode:
-        raise UsageError(f"{program}: {done.stderr.strip()}")
-
-
-def _batch(program: str, lines: Sequence[str], space: str = "") -> subprocess.CompletedProcess[str]:
+def _batch(
+    program: str, lines: Sequence[str], space: str = "", *, check: bool = False
+) -> subprocess.CompletedProcess[str]:
     words = [program, *(["-n", space] if space else []), "-batch", "-"]
-    return subprocess.run(words, input="\n".join(lines) + "\n", capture_output=True, text=True)
+    done = subprocess.run(words, input="\n".join(lines) + "\n", capture_output=True, text=True)
+    if check and done.returncode:
+        raise UsageError(f"{program}: {done.stderr.strip()}")
+    return done

@@ -13,7 +13,7 @@ from skyfab.errors import UsageError
 
 SERVER = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "openssh-client"}
 """Required by every lab: each program, and the Debian package that contains it."""
-NETWORK = {"ip": "iproute2", "unshare": "util-linux", "nsenter": "util-linux"}
+NETWORK = {"ip": "iproute2", "mount": "mount"} | dict.fromkeys(("unshare", "nsenter", "pivot_root"), "util-linux")
 """Also required by namespace hosts."""
 CODES = {"pam_oath.so": "libpam-oath"}
 """Required by hosts with one-time codes: a module for PAM."""
@@ -34,10 +34,10 @@ def install(programs: Mapping[str, str]) -> list[str]:
     if not packages or os.geteuid() != 0 or not shutil.which("apt-get"):
         return packages
     print(f"installing for the lab: {' '.join(packages)}", file=sys.stderr)
-    _apt_get("update")
+    _run("apt-get", "-qq", "update")
     for package in [packages, *([package] for package in packages)]:  # one that apt does not have makes all fail
         if missing(programs):
-            _apt_get("install", "-y", "--no-install-recommends", *package)
+            _run("apt-get", "-qq", "install", "-y", "--no-install-recommends", *package)
     if "openssh-server" in packages and SYSTEMD.exists():
         # Only the program is needed: a lab must not leave port 22 open.
         _run("systemctl", "disable", "--now", "ssh.service", "ssh.socket")
@@ -46,14 +46,15 @@ def install(programs: Mapping[str, str]) -> list[str]:
 
 def missing(programs: Mapping[str, str]) -> list[str]:
     """The packages of missing programs and modules for PAM, each once."""
-    return list(dict.fromkeys(package for program, package in programs.items() if not _is_there(program)))
+    return list(dict.fromkeys(package for program, package in programs.items() if find(program) is None))
 
 
-def _is_there(program: str) -> bool:
+def find(program: str) -> str | None:
+    """The path of a program or of a module for PAM, if it is installed."""
     if program.endswith(".so"):
-        return any(found for folder in ("/lib", "/usr/lib") for found in Path(folder).glob(f"*/security/{program}"))
-    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-    return shutil.which(program, path=path) is not None
+        return next((str(one) for top in ("/lib", "/usr/lib") for one in Path(top).glob(f"*/security/{program}")), None)
+    path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin", "/sbin"])
+    return shutil.which(program, path=path)
 
 
 def command(packages: list[str]) -> str:
@@ -61,10 +62,6 @@ def command(packages: list[str]) -> str:
     if shutil.which("apt-get") is None:
         return f"install with your package manager: {' '.join(packages)}"
     return f"{'' if os.geteuid() == 0 else 'sudo '}apt-get install {' '.join(packages)}"
-
-
-def _apt_get(*words: str) -> None:
-    _run("apt-get", "-qq", *words)
 
 
 def _run(*words: str) -> None:

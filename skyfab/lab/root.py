@@ -27,16 +27,12 @@ PACKAGES = ("/usr/lib/python3/dist-packages", "/usr/local/lib/python3*/dist-pack
 """Packages that this machine has added to its system Python. Hidden: hosts have the standard library only."""
 
 
-def common_layer(plan: Plan) -> Path:
-    return plan.folder / "common"
-
-
 def prepare_common(plan: Plan) -> None:
     """Creates the common part of the hosts' upper layers, once per lab: each host's layer starts as a copy of it.
 
     `ada` is an ordinary user, `pat` one with a password.
     """
-    layer = common_layer(plan)
+    layer = plan.folder / "common"
     layer.mkdir()
     layer.chmod(0o755)
     for folder, mode in _hidden().items():
@@ -58,7 +54,7 @@ def prepare_common(plan: Plan) -> None:
 def prepare(folder: Path, plan: Plan, name: str, *, names: Mapping[str, str]) -> None:
     """Creates the upper layer of one host before its first boot. `names` (name: address) are for its /etc/hosts."""
     layer = folder / "upper"
-    subprocess.run(["cp", "-a", str(common_layer(plan)), str(layer)], check=True)
+    subprocess.run(["cp", "-a", str(plan.folder / "common"), str(layer)], check=True)
     _write(layer / "etc/hostname", f"{name}\n")
     lines = "".join(f"{address} {name}\n" for name, address in names.items())
     _write(layer / "etc/hosts", f"127.0.0.1 localhost\n::1 localhost\n{lines}")
@@ -149,12 +145,9 @@ def _above(layer: Path, path: str) -> Path:
 def _remove_pythons(layer: Path) -> None:
     """Hides every interpreter that a login shell would find, with overlay whiteouts: character devices 0, 0."""
     folders = {Path(folder).resolve() for folder in PATH.split(":")}
-    for program in sorted({found for folder in folders for found in folder.glob("py*") if _is_python(found.name)}):
-        os.mknod(_above(layer, str(program)), stat.S_IFCHR, os.makedev(0, 0))
-
-
-def _is_python(name: str) -> bool:
-    return re.fullmatch(r"(python|pypy)[\d.]*", name) is not None
+    for program in sorted({found for folder in folders for found in folder.glob("py*")}):
+        if re.fullmatch(r"(python|pypy)[\d.]*", program.name):
+            os.mknod(_above(layer, str(program)), stat.S_IFCHR, os.makedev(0, 0))
 
 
 def _write(path: Path, text: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
@@ -20,26 +19,18 @@ def settings(
     host_key: Path,
     authorized_keys: Path,
     other: Mapping[str, str],
-    port: int = 22,
-    listen: str = "0.0.0.0",
     passwords: bool = False,
     keys: bool = True,
     codes: bool = False,
-    strict: bool = True,
-    mark: str = "",
 ) -> str:
     """The sshd_config: fast logins, no messages, default limits.
 
-    With `codes`, PAM asks the user, instead of sshd. Without `strict`, sshd does not check the owners of the key files,
-    whose parent folders may belong to others. `mark` is ``NAME=value`` for the environment of everything that an SSH
-    session runs. `other` are settings by name: they come first in the file, so that they are the ones that hold.
+    With `codes`, PAM asks the user, instead of sshd. `other` are settings by name: they come first in the file, so that
+    they are the ones that hold.
     """
-    found: dict[str, str | int | bool] = {
-        "Port": port,
-        "ListenAddress": listen,
+    found: dict[str, str | bool] = {
         "HostKey": f'"{host_key}"',
         "AuthorizedKeysFile": f'"{authorized_keys}"',
-        "StrictModes": strict,
         "PubkeyAuthentication": keys,
         "PasswordAuthentication": passwords,
         "KbdInteractiveAuthentication": codes,
@@ -52,8 +43,6 @@ def settings(
         "PidFile": "none",
         "Subsystem": "sftp internal-sftp",
     }
-    if mark:
-        found["SetEnv"] = f'"{mark}"'
     if _knows("PerSourcePenalties no"):  # tests make many logins fail on purpose
         found["PerSourcePenalties"] = False
     words = {True: "yes", False: "no"}
@@ -63,9 +52,8 @@ def settings(
 
 def program() -> str:
     """The absolute path of sshd, which refuses to start by a relative one. Raises UsageError if it is missing."""
-    path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/usr/local/sbin", "/sbin"])
-    found = shutil.which("sshd", path=path)
-    if found is None or shutil.which("ssh-keygen") is None:
+    found = programs.find("sshd")
+    if found is None or programs.find("ssh-keygen") is None:
         hint = programs.command(programs.missing(programs.SERVER))
         raise UsageError("a lab needs sshd and ssh-keygen, which this machine does not have", hint=hint)
     return str(Path(found).absolute())

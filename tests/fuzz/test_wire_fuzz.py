@@ -220,6 +220,8 @@ class Host:
             log.close()
         for writer in self.writers:
             writer.abort()
+        for listener in agent._handlers._ports._sockets.values():
+            listener.close()
         agent._poller._poll.close()
         shutil.rmtree(self._folder)
 

@@ -322,7 +322,8 @@ def watch() -> Iterator[Poller]:
 def ports(watch: Poller) -> Iterator[Ports]:
     made = Ports(watch)
     yield made
-    made.close_all()
+    for port in list(made._sockets):
+        made.close(port)
 
 
 def tried(watch: Poller, peers: list[list[str]], patience: float = 30.0) -> list[list[str]]:

@@ -44,8 +44,6 @@ class Agent:
         self._run = os.getcwd()
         self._host_info = HostInfo()
         self._connection: Connection | None = None
-        self._arriving: set[socket.socket] = set()
-        """Links that have not passed their descriptors yet."""
         self._waiting: set[Connection] = set()
         """Further connections, on which no hello has been received yet."""
         self._ended: Connection | None = None
@@ -67,6 +65,9 @@ class Agent:
         logs = os.path.join(cache, "logs", session)
         self._workers = Workers(self, self._poller, zygote, self._uploads, self._host_info, logs=logs)
         self._handlers = Handlers(self.mux, self._workers, self._uploads, self._poller, run=self._run, cache=cache)
+        self.opened = self._handlers.take
+        self.place = self._uploads.place
+        self.data = self._uploads.data
 
     # ---- the loop
 
@@ -76,7 +77,7 @@ class Agent:
         os.set_blocking(signals, False)
         signal.set_wakeup_fd(signals)
         signal.signal(signal.SIGTERM, self._terminated)
-        self._poller.add(wakeup, READ, lambda: self._woken(wakeup))
+        self._poller.add(wakeup, READ, lambda: os.read(wakeup, 64))
         self._listener.setblocking(False)
         self._poller.add(self._listener.fileno(), READ, self._accept)
         try:
@@ -92,9 +93,6 @@ class Agent:
                     self._done |= self._workers.shut_down()
         finally:
             self._clean_up()
-
-    def _woken(self, wakeup: int) -> None:
-        os.read(wakeup, 64)
 
     def _terminated(self, *_: object) -> None:
         self._ending = True
@@ -127,7 +125,7 @@ class Agent:
         return self._connection is None and record is not None and not record.running
 
     def _clean_up(self) -> None:
-        """Terminates the workers and removes the socket and the run folder."""
+        """Terminates the workers and removes the socket and the run folder. The process ends then."""
         import shutil
 
         self._handlers.look_at_files()
@@ -140,12 +138,6 @@ class Agent:
         self.mux.bye("done")
         self.flush()
         self._drop()
-        if self._ended is not None:
-            self._close_ended()
-        for connection in self._waiting:
-            connection.close()
-        for link in self._arriving:
-            link.close()
 
     # ---- the connection
 
@@ -155,13 +147,11 @@ class Agent:
         except OSError:
             return  # the link has already disconnected
         link.setblocking(False)
-        self._arriving.add(link)
         self._poller.add(link.fileno(), READ, lambda: self._arrived(link))
 
     def _arrived(self, link: socket.socket) -> None:
         """A link passes its stdin and stdout, or has disconnected."""
         self._poller.drop(link.fileno())
-        self._arriving.discard(link)
         fds: list[int] = []
         try:
             data, fds, _, _ = socket.recv_fds(link, 65536, 2)
@@ -286,12 +276,3 @@ class Agent:
 
     def bye(self, reason: str) -> None:
         self._ending = True
-
-    def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
-        self._handlers.take(stream, head, data)
-
-    def place(self, stream: int, length: int) -> memoryview:
-        return self._uploads.place(stream, length)
-
-    def data(self, stream: int, view: memoryview) -> None:
-        self._uploads.data(stream, view)

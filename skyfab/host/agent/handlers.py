@@ -13,7 +13,7 @@ from skyfab.host.agent.store import Store
 from skyfab.host.agent.workdir import Written, place
 from skyfab.host.agent.worker_handle import Running, WorkerHandle
 from skyfab.protocol import messages
-from skyfab.protocol.blobs import Assembly, inline_size
+from skyfab.protocol.blobs import Assembly
 from skyfab.protocol.frames import CHUNK
 from skyfab.protocol.messages import Done
 
@@ -60,10 +60,9 @@ class Handlers:
             self.record.files = self._written.report()
 
     def close(self) -> None:
-        """Closes the detached run's folder and all ports."""
+        """Closes the detached run's folder."""
         if self.record is not None:
             self.record.close()
-        self._ports.close_all()
 
     # ---- processes and calls
 
@@ -173,12 +172,9 @@ class Handlers:
         self._mux.send(stream, messages.Missing(names=self._store.missing(message.names)).encode())
 
     def on_blob(self, stream: int, message: messages.Blob, head: bytes, data: Data) -> None:
-        inline_size(message.parts)
-        writer = self._store.writer(message.name, keep=message.keep)
-        if data is None:
-            self._uploads.expect(stream, message.parts, writer)
-        else:
-            self._uploads.keep(stream, writer, data)
+        self._uploads.expect(stream, message.parts, self._store.writer(message.name, keep=message.keep))
+        if data:
+            self._uploads.data(stream, data)
 
     def on_tree(self, stream: int, message: messages.Tree, head: bytes, data: Data) -> None:
         self._store.lay_out(message.digest, message.files)

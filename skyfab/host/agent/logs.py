@@ -52,9 +52,6 @@ class LogPipe:
         self.times: LogTimes | None = None
         """When it was written; only in detached runs."""
 
-    def fileno(self) -> int:
-        return self.source
-
     def drain(self) -> bool:
         """Reads once from the pipe. Returns False at end of file: all writers have closed it.
 

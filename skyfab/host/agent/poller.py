@@ -21,12 +21,12 @@ class Poller:
     """An `epoll`, or `poll` where there is none, with a callback for each descriptor."""
 
     def __init__(self) -> None:
-        self._calls: dict[int, Callable[[], None]] = {}
+        self._calls: dict[int, Callable[[], object]] = {}
         epoll = getattr(select, "epoll", None)
         self._poll: Any = epoll() if epoll else select.poll()
         self._unit = 1 if epoll else 1000
 
-    def add(self, fd: int, events: int, call: Callable[[], None]) -> None:
+    def add(self, fd: int, events: int, call: Callable[[], object]) -> None:
         """Calls `call` whenever the descriptor is ready. Adding it again does nothing."""
         if fd not in self._calls:
             self._poll.register(fd, events)

@@ -30,7 +30,7 @@ class Ports:
 
         With a `word`, listens on all addresses of the host and sends the word to each peer that connects.
         """
-        listener = _everywhere() if word else _at(address)
+        listener = listen_everywhere() if word else _at(address)
         port = int(listener.getsockname()[1])
         self._sockets[port] = listener
         if word:
@@ -51,10 +51,6 @@ class Ports:
         if fd >= 0:
             os.close(fd)
 
-    def close_all(self) -> None:
-        for port in list(self._sockets):
-            self.close(port)
-
 
 def _at(address: str) -> socket.socket:
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
@@ -64,7 +60,7 @@ def _at(address: str) -> socket.socket:
         return socket.create_server(("", 0), family=family, backlog=_BACKLOG)
 
 
-def _everywhere() -> socket.socket:
+def listen_everywhere() -> socket.socket:
     """A socket for all IPv4 and IPv6 addresses; IPv4 only if the system has no IPv6."""
     try:
         return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=_BACKLOG)

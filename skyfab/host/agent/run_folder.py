@@ -103,9 +103,7 @@ class RunFolder:
 
     # ---- the interface of Mux, used by workers and logs
 
-    def send(
-        self, stream: int, head: bytes, parts: Sequence[Buffer] = (), *, urgent: bool = False, large: bool = False
-    ) -> None:
+    def send(self, stream: int, head: bytes, parts: Sequence[Buffer] = (), *, large: bool = False) -> None:
         """Begins to store a reply. Ignores other messages: output is in the logs, and Exited has no reader."""
         if stream not in self._ranks or self._stopped:
             return
@@ -172,8 +170,7 @@ class RunFolder:
     def finish(self, stream: int) -> None:
         """Nothing to do when a stream is complete."""
 
-    def end(self, stream: int) -> None:
-        """Nothing either."""
+    end = finish
 
 
 class LogTimes:

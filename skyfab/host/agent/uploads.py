@@ -48,7 +48,10 @@ class Uploads:
             if isinstance(route, Assembly):
                 route.advance(len(view))
             elif isinstance(route, Writer):
-                self._keep(stream, route, view)
+                try:
+                    route.write(view)
+                except OSError as error:
+                    self.fail(stream, error)
         left = self._missing.get(stream, 0) - len(view)
         self._missing[stream] = left
         if left <= 0:
@@ -68,7 +71,12 @@ class Uploads:
         if not isinstance(route, WorkerHandle):  # a worker may not have consumed all of it yet
             self._mux.finish(stream)
         if isinstance(route, Writer):
-            self._commit(stream, route)
+            try:
+                route.commit()
+                self._mux.send(stream, Done().encode())
+            except (OSError, ProtocolError) as error:
+                route.abort()
+                self.fail(stream, error)
 
     def abandon(self, stream: int) -> None:
         """Drops data of this stream that is still to be received. The client may also have stopped sending it."""
@@ -83,26 +91,3 @@ class Uploads:
         full = isinstance(error, OSError) and error.errno in _FULL
         hint = "free some space, or put the cache on another disk (cache = … in the inventory)" if full else None
         self._mux.send(stream, Failed(text=str(error), hint=hint).encode())
-
-    def keep(self, stream: int, writer: Writer, data: memoryview) -> None:
-        """Stores a blob whose data came with its message."""
-        if self._keep(stream, writer, data):
-            self._commit(stream, writer)
-
-    def _keep(self, stream: int, writer: Writer, view: memoryview) -> bool:
-        try:
-            writer.write(view)
-        except OSError as error:
-            writer.abort()
-            self.fail(stream, error)
-            return False
-        return True
-
-    def _commit(self, stream: int, writer: Writer) -> None:
-        try:
-            writer.commit()
-        except (OSError, ProtocolError) as error:
-            writer.abort()
-            self.fail(stream, error)
-        else:
-            self._mux.send(stream, Done().encode())

@@ -64,8 +64,6 @@ class WorkerHandle:
         self.name = name
         self.generation = generation
         self.rank = rank
-        self.is_solo = name.startswith("solo.")
-        """It runs single calls, and is not a rank of a gang."""
         self.logs = logs
         rank_in, self.sink, self.source, rank_out = _pipes()
         self.functions: set[str] = set()

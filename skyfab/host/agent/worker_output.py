@@ -76,7 +76,7 @@ class WorkerOutput:
         self._recv_into = io.FileIO(worker.source, closefd=False).readinto
         self._poll = select.poll()
         for log in worker.logs:
-            self._poll.register(log, select.POLLIN)
+            self._poll.register(log.source, select.POLLIN)
         self._reader = Reader(self)
         self._stalled: deque[tuple[tuple[int, ...] | None, int, int, bytes, int]] = deque()
         """Frames of replies that wait, each with the log positions that must be forwarded before it."""

@@ -75,6 +75,7 @@ class Workers:
         self._logs = logs
         self._describe_end = host_info.describe_end
         self._workers: dict[str, WorkerHandle] = {}
+        self.get = self._workers.get
         self.not_started: dict[str, tuple[int, str]] = {}
         """Workers whose process could not be started: their rank, and the error."""
         self._end_by: float | None = None
@@ -82,9 +83,6 @@ class Workers:
         self._started = 0
         self._next_stream = 2
         poller.add(zygote.fileno(), READ, self._on_zygote)
-
-    def get(self, name: str) -> WorkerHandle | None:
-        return self._workers.get(name)
 
     def __iter__(self) -> Iterator[WorkerHandle]:
         return iter(list(self._workers.values()))
@@ -145,7 +143,7 @@ class Workers:
         self._logs = record.logs
         record.on_failure = self._end_soon
         for worker in self:
-            if worker.is_solo:  # it runs an unrelated call, whose reply will not be read
+            if worker.name.startswith("solo."):  # it runs an unrelated call, whose reply will not be read
                 worker.kill()
                 continue
             for call in worker.calls:
@@ -182,8 +180,7 @@ class Workers:
             self._zygote.kill(worker.number, STACKS, alone=True)
         return text.decode(errors="replace")
 
-    def now(self) -> float:
-        return time.monotonic()
+    now = staticmethod(time.monotonic)
 
     def kill(self, worker: WorkerHandle, number: int = signal.SIGKILL) -> None:
         self._zygote.kill(worker.number, number)

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _PIECE = 64 * 1024
 """Bytes in a packet; longer data is split. The system refuses packets of more than about 200 kB."""
+_MOST_FDS = 4096
+"""Descriptors of an agent without workers have lower numbers."""
 _MARK, _DIGITS = "SKYFAB_FORKED", 10
 _LAST, _MORE = b".", b"+"
 """The first byte of a packet: the last one of a request, or more follow."""
@@ -35,7 +37,7 @@ class Zygote:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if not self.pid:
-            _end_after(_run, theirs)
+            _end_after(_serve, theirs)
         theirs.close()
         ours.setblocking(False)
         self._socket = ours
@@ -111,24 +113,6 @@ def _end_after(body: Callable[..., None], *arguments: Any) -> NoReturn:
         os._exit(code)
 
 
-def _run(control: socket.socket) -> None:
-    _close_all_but({0, 1, 2, control.fileno()})
-    _prepare()
-    _serve(control, os.path.abspath("work"))
-
-
-def _close_all_but(keep: set[int]) -> None:
-    """Closes every inherited descriptor except these."""
-    try:
-        fds = [int(name) for name in os.listdir("/proc/self/fd")]
-    except OSError:  # not Linux
-        fds = list(range(4096))
-    for fd in fds:
-        if fd not in keep:
-            with contextlib.suppress(OSError):
-                os.close(fd)
-
-
 def _prepare() -> None:
     """Imports what every worker needs, and runs `site`, without which the interpreter was started."""
     import site
@@ -141,7 +125,11 @@ def _prepare() -> None:
     gc.freeze()  # the garbage collector then does not write to shared pages
 
 
-def _serve(control: socket.socket, cwd: str) -> None:
+def _serve(control: socket.socket) -> None:
+    os.closerange(3, control.fileno())  # what it has inherited
+    os.closerange(control.fileno() + 1, _MOST_FDS)
+    _prepare()
+    cwd = os.path.abspath("work")
     wakeup_in, wakeup_out = os.pipe()
     for fd in (wakeup_in, wakeup_out):
         os.set_blocking(fd, False)
@@ -150,7 +138,7 @@ def _serve(control: socket.socket, cwd: str) -> None:
     children: dict[int, int] = {}
     own = {control.fileno(), wakeup_in, wakeup_out}
     parent = os.getpid()
-    _adopt_orphans()
+    _prctl(36, 1)  # orphaned descendants of workers become our children, whatever session or group they are in
     try:
         _attend(control, wakeup_in, children, lambda request, fds: _become_worker(request, fds, cwd, own, parent))
     finally:
@@ -245,12 +233,8 @@ def _signal(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _adopt_orphans() -> None:
-    """On Linux, makes orphaned descendants of workers our children, whatever session or group they are in."""
-    _prctl(36, 1)
-
-
 def _prctl(option: int, value: int) -> None:
+    """Changes a setting of this process, on Linux."""
     if sys.platform == "linux":
         import ctypes
 
@@ -291,7 +275,7 @@ def _mark(rank: int) -> None:
 
 
 def _end_all() -> None:
-    """Kills and reaps until no child is left. Orphaned descendants become our children (`_adopt_orphans`)."""
+    """Kills and reaps until no child is left. Orphaned descendants become our children."""
     while True:
         _signal(_offspring(), signal.SIGKILL)
         try:
@@ -306,7 +290,9 @@ def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited:
     for fd in inherited:
         os.close(fd)
     os.setsid()
-    _die_with(parent)
+    _prctl(1, signal.SIGKILL)  # Linux kills it when the zygote terminates; elsewhere it exits when its pipe is closed
+    if os.getppid() != parent:  # it terminated before the prctl
+        os._exit(1)
     _mark(request["id"])
     source, sink, out, err, *listener = fds
     for fd in (source, sink, *listener):
@@ -320,10 +306,3 @@ def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited:
     from skyfab.host.agent import worker
 
     worker.main(source, sink, request)
-
-
-def _die_with(parent: int) -> None:
-    """Makes Linux kill this process when the zygote terminates. On other systems, it exits when its pipe is closed."""
-    _prctl(1, signal.SIGKILL)
-    if os.getppid() != parent:  # it terminated before the prctl
-        os._exit(1)

@@ -12,7 +12,7 @@ import tempfile
 import time
 
 from skyfab.host.agent.workdir import enter, place
-from skyfab.host.ask.serve import at_end
+from skyfab.host.ask.serve import AT_END
 
 TYPE_CHECKING = False  # importing `typing` would slow the start
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def command(cache: str, *, line: str, workdir: str, variables: dict[str, str]) -
             umask=int(os.environ.get("SKYFAB_UMASK", "022"), 8),
             start_new_session=True,
         )
-        at_end(lambda: _end(process))
+        AT_END.append(lambda: _end(process))
         yield from _output(process)
         os.chdir("/")
     yield process.returncode
@@ -73,10 +73,9 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is not None:
         return
     os.killpg(process.pid, signal.SIGTERM)
-    deadline = time.monotonic() + _GRACE
-    while process.poll() is None and time.monotonic() < deadline:
-        time.sleep(_TICK)
-    if process.poll() is None:
+    try:
+        process.wait(_GRACE)
+    except subprocess.TimeoutExpired:
         os.killpg(process.pid, signal.SIGKILL)
 
 

@@ -28,7 +28,6 @@ _NETWORKED: Final = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "
 
 def examine(cache: str) -> Found:
     """What there is to examine. `cache` is skyfab's folder. What cannot be found out is missing."""
-    found: Found = {"user": user_name(os.getuid())}
     parts: list[tuple[float, Callable[[], Found]]] = [
         (_PATIENCE, lambda: _disk(cache)),  # a network file system may hang
         (_PATIENCE, _own_name),
@@ -37,10 +36,7 @@ def examine(cache: str) -> Found:
         (_PATIENCE, _sshd),
         (_TOOLS, lambda: {"survey": survey(cache)}),
     ]
-    found.update(_limits())
-    found.update(_logind())
-    found.update(_at_once(parts))
-    return found
+    return {"user": user_name(os.getuid()), **_limits(), **_logind(), **_at_once(parts)}
 
 
 def _at_once(parts: list[tuple[float, Callable[[], Found]]]) -> Found:
@@ -81,11 +77,9 @@ def _disk(cache: str) -> Found:
         "inodes_free": about.f_favail,
     }
     best = max(_other_disks(os.stat(place).st_dev), default=None)
-    return (
-        found
-        if best is None
-        else {**found, "other_free": best[0], "other_cache": f"{best[1]}/{user_name(os.getuid())}/skyfab"}
-    )
+    if best is not None:
+        found |= {"other_free": best[0], "other_cache": f"{best[1]}/{user_name(os.getuid())}/skyfab"}
+    return found
 
 
 def _other_disks(device: int) -> Iterator[tuple[int, str]]:
@@ -226,18 +220,17 @@ def _limits() -> Found:
     import resource
 
     found = {}
-    for name, which in (("files", resource.RLIMIT_NOFILE), ("processes", getattr(resource, "RLIMIT_NPROC", None))):
-        if which is not None:
-            soft = resource.getrlimit(which)[0]
-            found[name] = 0 if soft == resource.RLIM_INFINITY else soft
+    for name, which in (("files", resource.RLIMIT_NOFILE), ("processes", resource.RLIMIT_NPROC)):
+        soft = resource.getrlimit(which)[0]
+        found[name] = 0 if soft == resource.RLIM_INFINITY else soft
     return found
 
 
 def _logind() -> Found:
     """Whether systemd ends the processes of a user who has logged out, and whether this user is an exception."""
-    files = [path for folder in ("/usr/lib", "/etc", "/run") for path in _drop_ins(f"{folder}/systemd/logind.conf")]
+    main = [f"{folder}/systemd/logind.conf" for folder in ("/usr/lib", "/etc", "/run")]
     kills = False
-    for path in files:
+    for path in [path for file in main for path in (file, *sorted(glob.glob(f"{file}.d/*.conf")))]:
         try:
             with open(path, errors="replace") as lines:
                 for line in lines:
@@ -247,7 +240,3 @@ def _logind() -> Found:
         except OSError:
             continue
     return {"kills": int(kills), "lingers": int(os.path.exists(f"/var/lib/systemd/linger/{user_name(os.getuid())}"))}
-
-
-def _drop_ins(file: str) -> list[str]:
-    return [file, *sorted(glob.glob(f"{file}.d/*.conf"))]

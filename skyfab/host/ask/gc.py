@@ -58,9 +58,7 @@ class _Cleaning:
         self._age = age
         self._dry_run = dry_run
         self._in_use = _InUse(cache)
-        self._removed: dict[str, list[int]] = {}
-        self._left = ""
-        self._kept_uv = False
+        self._report: dict[str, Any] = {"removed": {}, "folders": [], "kept_uv": False, "left": ""}
 
     def run(self) -> dict[str, Any]:
         own = f"run/{socket.gethostname()}"
@@ -72,13 +70,13 @@ class _Cleaning:
         for kind in ("trees", "blobs"):
             self._sweep(kind, kind, _DIGEST, self._no_pool_has)
         self._sweep("runs", "runs", _DIGEST, _run_is_over)
-        folders = self._sweep("files", "files", r"[^.].*", self._no_pool_has_folder)
+        self._report["folders"] = self._sweep("files", "files", r"[^.].*", self._no_pool_has_folder)
         self._sweep("logs", "logs", _POOL, self._no_pool_writes)
         for folder in ("envs", "packages", "pythons", "bundles", "trees", "blobs", "runs", "files", "logs", own):
             self._sweep("drafts", folder, _DRAFT, age=_DAY)
         self._sweep("drafts", "", r"\.in-gc-.*", age=_DAY)
         self._locks()
-        return self._report(folders)
+        return self._report
 
     def run_here(self) -> dict[str, Any]:
         kinds = ("wheels", "built", "locks", "tools", "hosts")
@@ -88,10 +86,7 @@ class _Cleaning:
         self._sweep("", "busy", r".*", _unread)
         for folder in (*kinds, "pythons"):
             self._sweep("drafts", folder, r"\..*", _unread, _DAY)
-        return self._report([])
-
-    def _report(self, folders: list[tuple[str, int]]) -> dict[str, Any]:
-        return {"removed": self._removed, "folders": folders, "kept_uv": self._kept_uv, "left": self._left}
+        return self._report
 
     # ---- each kind
 
@@ -104,7 +99,7 @@ class _Cleaning:
         count = len(self._sweep("envs", "envs", _DIGEST, self._no_pool_has_environment))
         if not self._dry_run and (self._prune(count) or count):
             # environments are hard links to what is in uv's cache: what both have now and had before counts
-            self._removed["envs"] = [count, max(0, before - self._shared_size())]
+            self._report["removed"]["envs"] = [count, max(0, before - self._shared_size())]
 
     def _no_pool_has_environment(self, path: str, age: float) -> bool:
         used = f"{path}/.used" if not os.path.islink(path) and os.path.exists(f"{path}/.used") else path
@@ -115,12 +110,12 @@ class _Cleaning:
         if not self._is_folder("uv"):
             return False
         if any(not _is_old(path, _HOUR) for path in self._entries("envs", r"\.(in|lock)-.*")):  # one is being made
-            self._kept_uv = removed > 0
+            self._report["kept_uv"] = removed > 0
             return False
         if not self._entries("envs", r"[^.].*"):
             return bool(self._sweep("", "", "uv", _all_old, _HOUR))
         if removed:
-            self._kept_uv = os.environ.get("UV_LINK_MODE") == "symlink" or not _prune(self._cache)
+            self._report["kept_uv"] = os.environ.get("UV_LINK_MODE") == "symlink" or not _prune(self._cache)
         return removed > 0
 
     def _shared_size(self) -> int:
@@ -180,7 +175,7 @@ class _Cleaning:
         with contextlib.suppress(OSError):  # something in it could not be deleted
             os.rmdir(aside)
         if kind and found:
-            known = self._removed.setdefault(kind, [0, 0])
+            known = self._report["removed"].setdefault(kind, [0, 0])
             known[0] += len(found)
             known[1] += sum(size for _, size in found)
         return found
@@ -221,15 +216,14 @@ class _Cleaning:
         return True
 
     def _fail(self, error: OSError) -> None:
-        self._left = self._left or f"{error.filename or ''}: {error.strerror or error}"[-400:]
+        self._report["left"] = self._report["left"] or f"{error.filename or ''}: {error.strerror or error}"[-400:]
 
     # ---- looking
 
     def _is_folder(self, folder: str) -> bool:
         """Whether it is there, and neither it nor what is above it in the cache is a link."""
-        parts = folder.split("/") if folder else []
-        paths = [os.path.join(self._cache, *parts[: number + 1]) for number in range(len(parts))]
-        return os.path.isdir(os.path.join(self._cache, folder)) and not any(map(os.path.islink, paths))
+        path = os.path.normpath(os.path.join(os.path.realpath(self._cache), folder))
+        return os.path.isdir(path) and os.path.realpath(path) == path
 
     def _entries(self, folder: str, pattern: str) -> list[str]:
         if not self._is_folder(folder):
@@ -333,9 +327,8 @@ def _glob(cache: str, pattern: str) -> list[str]:
     return glob.glob(os.path.join(glob.escape(cache), pattern))
 
 
-def _size(path: str, seen: set[tuple[int, int]] | None = None) -> int:
+def _size(path: str, seen: set[tuple[int, int]]) -> int:
     """Bytes on the disk; hard links to the same file count once."""
-    seen = set() if seen is None else seen
     total = 0
     for each in (path, *(_below(path) if not os.path.islink(path) else ())):
         with contextlib.suppress(OSError):

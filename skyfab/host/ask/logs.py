@@ -8,6 +8,8 @@ import os
 import re
 from bisect import bisect_left, bisect_right
 
+from skyfab.host.ask.runs import listed, run_folder
+
 TYPE_CHECKING = False  # importing `typing` would slow the start
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,8 +17,8 @@ if TYPE_CHECKING:
 
     Cursor = list[Any]
     """How far a log was read: the inode number of the file, the offset in it, and the time of the last line."""
-    Line = tuple[float, str, Cursor]
-    """When it was written, its text, and the cursor after it."""
+    Line = tuple[float, str, str, Cursor]
+    """When it was written, the name of the log, its text, and the cursor after it."""
 
 _NAME: Final = re.compile(r"([0-9]+)\.(out|err)")
 """The name of a log: rank and stream. The previous, rotated file has ``.1`` added."""
@@ -46,15 +48,15 @@ def logs(
     With `rest` also an incomplete last line. Of logs without a cursor only the last `tail` lines, and those not before
     `since`. Lines whose time is unknown have `started`.
     """
-    folder = os.path.join(cache, "runs", os.path.basename(run))
+    folder = run_folder(cache, run)
     found = []
-    for name in _names(folder):
+    for name in filter(_NAME.fullmatch, listed(f"{folder}/logs")):
         if (rank is None or name.startswith(f"{rank}.")) and (files := _opened(folder, name)):
             cursor = cursors.get(name) or [*_start(files, tail, since), started]
             cursors = {**cursors, name: cursor}
-            found.append(_named(name, _lines(files, cursor, rest=rest)))
+            found.append(_lines(name, files, cursor, rest=rest))
     lines, room = [], _MOST
-    for (time, text, cursor), name in heapq.merge(*found, key=lambda line: line[0][0]):
+    for time, name, text, cursor in heapq.merge(*found, key=lambda line: line[0]):
         cursors[name] = cursor
         if since is None or time >= since:
             number, stream = name.split(".")
@@ -63,17 +65,6 @@ def logs(
         if room < 0:
             break
     return {"lines": lines, "cursors": cursors, "more": room < 0}
-
-
-def _names(folder: str) -> list[str]:
-    try:
-        return sorted(name for name in os.listdir(f"{folder}/logs") if _NAME.fullmatch(name))
-    except OSError:
-        return []
-
-
-def _named(name: str, lines: Iterator[Line]) -> Iterator[tuple[Line, str]]:
-    return ((line, name) for line in lines)
 
 
 class _File:
@@ -157,7 +148,7 @@ def _last_lines(files: list[_File], count: int) -> tuple[int, int]:
     return 0, 0
 
 
-def _lines(files: list[_File], cursor: Cursor, *, rest: bool) -> Iterator[Line]:
+def _lines(name: str, files: list[_File], cursor: Cursor, *, rest: bool) -> Iterator[Line]:
     """The lines after a cursor. A line may begin in the rotated file and end in the next one."""
     inode, offset, time = cursor
     numbers = [file.inode for file in files]
@@ -179,9 +170,9 @@ def _lines(files: list[_File], cursor: Cursor, *, rest: bool) -> Iterator[Line]:
                 head += piece
                 break
             time = max(time, begun)
-            yield time, (head + piece).decode(errors="replace"), [file.inode, after, time]
+            yield time, name, (head + piece).decode(errors="replace"), [file.inode, after, time]
             head, offset = b"", after
         offset = 0
     if head and rest:  # the file that came after it is empty
         time = max(time, begun)
-        yield time, head.decode(errors="replace"), [files[-1].inode, len(files[-1].data), time]
+        yield time, name, head.decode(errors="replace"), [files[-1].inode, len(files[-1].data), time]

@@ -8,8 +8,11 @@ from __future__ import annotations
 import socket
 import time
 
+from skyfab.host.agent.ports import listen_everywhere
+
 TYPE_CHECKING = False  # importing `typing` would slow the start
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from typing import Final
 
 _BLOCK: Final = 1 << 20
@@ -36,38 +39,44 @@ def _product(seconds: float) -> dict[str, float]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     size = 4096 if device == "cuda" else 512
     matrix = torch.ones(size, size, device=device)
-    wait = torch.cuda.synchronize if device == "cuda" else lambda: None
-    _ = matrix @ matrix
-    wait()
-    best, end = 0.0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        began = time.perf_counter()
+
+    def multiply() -> None:
         _ = matrix @ matrix
-        wait()
-        best = max(best, 2 * size**3 / (time.perf_counter() - began))
-    return {f"product, by torch on {device}": best}
+        if device == "cuda":
+            torch.cuda.synchronize()
+
+    multiply()
+    return {f"product, by torch on {device}": _best_rate(seconds, 2 * size**3, multiply)}
 
 
 def _plain_product(seconds: float) -> float:
     size = 48
     rows = [[float(one * other % 7) for one in range(size)] for other in range(size)]
-    best, end = 0.0, time.monotonic() + seconds
-    while time.monotonic() < end:
-        began = time.perf_counter()
-        columns = list(zip(*rows, strict=True))
+    columns = list(zip(*rows, strict=True))
+
+    def multiply() -> None:
         [[sum(map(float.__mul__, row, column)) for column in columns] for row in rows]
-        best = max(best, 2 * size**3 / (time.perf_counter() - began))
-    return best
+
+    return _best_rate(seconds, 2 * size**3, multiply)
 
 
 def _memory(seconds: float) -> float:
-    """Bytes per second that are copied, the best of several times."""
+    """Bytes per second that are copied."""
     source, target = bytearray(64 * _BLOCK), memoryview(bytearray(64 * _BLOCK))
+
+    def copy() -> None:
+        target[:] = source
+
+    return _best_rate(seconds, len(source), copy)
+
+
+def _best_rate(seconds: float, amount: int, work: Callable[[], None]) -> float:
+    """How much is done per second, the best of several times: `work` does this amount."""
     best, end = 0.0, time.monotonic() + seconds
     while time.monotonic() < end:
         began = time.perf_counter()
-        target[:] = source
-        best = max(best, len(source) / (time.perf_counter() - began))
+        work()
+        best = max(best, amount / (time.perf_counter() - began))
     return best
 
 
@@ -78,9 +87,7 @@ def listen(word: str, seconds: float) -> int:
     """Takes connections on a free port, in a thread: replies to clients that know the word with their rate."""
     import threading
 
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    listener = socket.create_server(("", 0), family=family, backlog=64, dualstack_ipv6=both)
+    listener = listen_everywhere()
     listener.settimeout(_OPEN)
 
     def accept() -> None:

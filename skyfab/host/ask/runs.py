@@ -32,10 +32,7 @@ def runs(cache: str, *, run: str = "", ended: int | None = None, gpus: bool = Fa
     second to find out.
     """
     folder = os.path.join(cache, "runs")
-    try:
-        names = [run] if run else sorted(os.listdir(folder))
-    except OSError:
-        names = []
+    names = [run] if run else listed(folder)
     found = [one for one in (_described(os.path.join(folder, name)) for name in names) if one is not None]
     if ended is not None:
         over = sorted((one for one in found if not one["alive"]), key=lambda one: one["changed"], reverse=True)
@@ -64,6 +61,14 @@ def _described(run: str) -> dict[str, Any] | None:
         }
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
+
+
+def listed(folder: str) -> list[str]:
+    """The names in a folder; empty if it cannot be read."""
+    try:
+        return sorted(os.listdir(folder))
+    except OSError:
+        return []
 
 
 def read(path: str) -> str:
@@ -122,7 +127,7 @@ def _last(logs: str) -> str:
 def content(cache: str, *, run: str, name: str) -> Iterator[Any]:
     """Yields whether a file of a run is there, and then its content in pieces."""
     try:
-        with open(os.path.join(_folder(cache, run), os.path.basename(name)), "rb") as file:
+        with open(os.path.join(run_folder(cache, run), os.path.basename(name)), "rb") as file:
             yield True
             while piece := file.read(_PIECE):
                 yield None, piece
@@ -132,13 +137,13 @@ def content(cache: str, *, run: str, name: str) -> Iterator[Any]:
 
 def fetched(cache: str, *, run: str) -> None:
     """Marks a run whose results were fetched: `gc` deletes it sooner. Raises OSError on a full disk."""
-    with open(os.path.join(_folder(cache, run), "fetched"), "w"):
+    with open(os.path.join(run_folder(cache, run), "fetched"), "w"):
         pass
 
 
 def stop(cache: str, *, run: str) -> int | None:
     """Terminates the agent of a run and waits until it has ended. Returns its process id if it has not."""
-    folder = _folder(cache, run)
+    folder = run_folder(cache, run)
     pid = agent_of(folder)
     if pid is None:
         return None
@@ -151,5 +156,5 @@ def stop(cache: str, *, run: str) -> int | None:
     return pid
 
 
-def _folder(cache: str, run: str) -> str:
+def run_folder(cache: str, run: str) -> str:
     return os.path.join(cache, "runs", os.path.basename(run))

@@ -108,17 +108,13 @@ class Server:
         self._write(frame(HEAD, stream, head + data, size))
 
 
-_at_end: list[Callable[[], None]] = []
-
-
-def at_end(action: Callable[[], None]) -> None:
-    """Has `action` called when the client is gone: a question ends there what it has started."""
-    _at_end.append(action)
+AT_END: list[Callable[[], None]] = []
+"""Called when the client is gone: a question ends there what it has started."""
 
 
 def end() -> None:
     """Ends the process, and what its questions have started."""
-    for action in _at_end:
+    for action in AT_END:
         action()
     os._exit(0)
 

@@ -6,9 +6,12 @@ not involved.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
+
+from skyfab.host.ask.runs import listed
 
 TYPE_CHECKING = False  # importing `typing` would slow the start
 if TYPE_CHECKING:
@@ -25,65 +28,36 @@ _MOST: Final = 256 * 1024
 def stacks(cache: str) -> Iterator[dict[str, Any]]:
     """Yields process id, pool, rank and stacks of each worker; a worker of solo calls has no rank."""
     top = os.path.join(cache, "run", socket.gethostname())
-    asked = []
-    for folder in _names(top):
-        for name in _names(os.path.join(top, folder, "stacks")):
-            worker = _Worker.signalled(os.path.join(top, folder, "stacks", name), folder.rpartition("-")[0])
-            if worker is not None:
-                asked.append(worker)
-    for worker in asked:
-        yield worker.answer()
+    with contextlib.ExitStack() as files:
+        asked = []
+        for folder in listed(top):
+            for name in listed(os.path.join(top, folder, "stacks")):
+                with contextlib.suppress(OSError, ValueError):  # it has ended
+                    file = files.enter_context(open(os.path.join(top, folder, "stacks", name), errors="replace"))
+                    before = os.fstat(file.fileno()).st_size
+                    asked.append((file, before, {"pool": folder.rpartition("-")[0], **_signal(file)}))
+        for file, before, about in asked:
+            _wait(file.fileno(), before)
+            file.seek(before)
+            yield {**about, "text": file.read(_MOST)}
 
 
-def _names(folder: str) -> list[str]:
-    try:
-        return sorted(os.listdir(folder))
-    except OSError:
-        return []
-
-
-class _Worker:
-    """A worker that was asked for its stacks."""
-
-    def __init__(self, file: TextIO, about: dict[str, Any]) -> None:
-        self._file = file
-        self._about = about
-        self._before = os.fstat(file.fileno()).st_size
-
-    @classmethod
-    def signalled(cls, path: str, pool: str) -> _Worker | None:
-        try:
-            file = open(path, errors="replace")  # noqa: SIM115  # closed by `answer`
-        except OSError:
-            return None
-        try:
-            pid, number, rank, worker = file.readline().split()
-            if _has_open(int(pid), path):  # else another process got its number
-                is_rank = worker.startswith("gang") and rank.isdigit()
-                found = cls(file, {"pool": pool, "rank": int(rank) if is_rank else None, "pid": int(pid)})
-                os.kill(int(pid), int(number))
-                return found
-        except (OSError, ValueError):
-            pass
-        file.close()
-        return None
-
-    def answer(self) -> dict[str, Any]:
-        with self._file as file:
-            _wait(file.fileno(), self._before)
-            file.seek(self._before)
-            return {**self._about, "text": file.read(_MOST)}
+def _signal(file: TextIO) -> dict[str, int | None]:
+    """Asks the worker that has this file for its stacks. Raises OSError or ValueError if there is none."""
+    pid, number, rank, worker = file.readline().split()
+    if not _has_open(int(pid), file.name):
+        raise ProcessLookupError("another process got its number")
+    os.kill(int(pid), int(number))
+    is_rank = worker.startswith("gang") and rank.isdigit()
+    return {"rank": int(rank) if is_rank else None, "pid": int(pid)}
 
 
 def _has_open(pid: int, path: str) -> bool:
     real = os.path.realpath(path)
-    folder = f"/proc/{pid}/fd"
-    for name in _names(folder):
-        try:
-            if os.readlink(f"{folder}/{name}") == real:
+    for name in listed(f"/proc/{pid}/fd"):
+        with contextlib.suppress(OSError):
+            if os.readlink(f"/proc/{pid}/fd/{name}") == real:
                 return True
-        except OSError:
-            continue
     return False
 
 

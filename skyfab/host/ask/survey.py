@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import time
 
@@ -38,15 +39,10 @@ def clock(cache: str) -> float:
 
 def _system() -> str:
     """As people call it: ``Debian GNU/Linux 12 (bookworm)``."""
-    for path in ("/etc/os-release", "/usr/lib/os-release"):
-        try:
-            with open(path, encoding="utf-8", errors="replace") as lines:
-                for line in lines:
-                    if line.startswith("PRETTY_NAME="):
-                        return line.partition("=")[2].strip().strip("\"'")
-        except OSError:
-            continue
-    return f"{os.uname().sysname} {os.uname().release}"
+    try:
+        return platform.freedesktop_os_release()["PRETTY_NAME"]
+    except (OSError, ValueError):
+        return f"{os.uname().sysname} {os.uname().release}"
 
 
 def _load() -> float | None:
@@ -67,11 +63,8 @@ def memory() -> dict[str, int | None]:
     except (OSError, ValueError, IndexError):
         pass
     total, free = sizes.get("MemTotal"), sizes.get("MemAvailable")
-    if total is None and hasattr(os, "sysconf"):  # macOS
-        try:
-            total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        except (OSError, ValueError):
-            pass
+    if total is None:  # macOS
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return {"memory": total, "memory_free": free}
 
 

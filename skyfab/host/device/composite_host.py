@@ -96,11 +96,15 @@ def fill_in(made: Any, tensors: Sequence[Any]) -> Any:
     return value[1]
 
 
+def operator(name: str) -> Any:
+    base, _, overload = name.removeprefix("aten::").partition(".")
+    return getattr(getattr(torch.ops.aten, base), overload or "default")
+
+
 def composite(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:
     """Calls an operator that PyTorch composes of others: its name, and a template of its arguments."""
     name, arguments = spec
-    base, _, overload = name.removeprefix("aten::").partition(".")
-    op = getattr(getattr(torch.ops.aten, base), overload or "default")
+    op = operator(name)
 
     def function(*values: torch.Tensor) -> Any:
         args, kwargs = fill_in(arguments, values)
@@ -109,20 +113,16 @@ def composite(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:
     return _with_graph(function, tensors, wanted)
 
 
-def _dtype(name: str) -> torch.dtype:
-    return getattr(torch, name)
-
-
 def cast_linear(tensors: Tensors, dtype: str) -> Tensors:
     """A linear layer in lower precision. `tensors`: input, weight and bias."""
-    lower = _dtype(dtype)
+    lower = getattr(torch, dtype)
     return (torch.nn.functional.linear(*(None if t is None else t.to(lower) for t in tensors)),)
 
 
 def cast_linear_backward(tensors: Sequence[torch.Tensor], mask: Sequence[bool], dtype: str) -> Tensors:
     """Its gradients, in the dtypes of input, weight and bias. `tensors`: input, gradient, weight."""
     x, grad, weight = tensors
-    lower = _dtype(dtype)
+    lower = getattr(torch, dtype)
     found = linear_backward((x.to(lower), grad.to(lower), weight.to(lower)), mask)
     return tuple(None if t is None else t.to(like.dtype) for t, like in zip(found, (x, weight, weight), strict=True))
 
@@ -142,7 +142,7 @@ def call_module(module: torch.nn.Module, spec: Any, tensors: Sequence[Any]) -> A
     count = len(tensors) - len(names)
     args, kwargs = fill_in(arguments, tensors[:count])
     device = tensors[-1].device.type
-    with torch.autocast(device, _dtype(autocast)) if autocast else contextlib.nullcontext():
+    with torch.autocast(device, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
         return torch.func.functional_call(module, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
 
 

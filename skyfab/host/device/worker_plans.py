@@ -40,7 +40,7 @@ class WorkerPlan:
         self.checked = False
         """The outputs have the predicted layout."""
         if name not in composite_host.FUNCTIONS:  # those return tuples
-            returns = _operator(name)._schema.returns
+            returns = composite_host.operator(name)._schema.returns
             self.single = len(layouts) == 1 and len(returns) == 1 and not str(returns[0].type).startswith("List")
 
     def given(self, instruction: Sequence[Any]) -> Iterator[tuple[Operand, Any]]:
@@ -103,7 +103,7 @@ def _compile(
     scope: dict[str, Any] = {
         **outside,
         "scalar": _scalar,
-        "operator": composite_host.FUNCTIONS.get(name) or _operator(name),
+        "operator": composite_host.FUNCTIONS.get(name) or composite_host.operator(name),
     }
     operands: list[Operand] = []
 
@@ -150,11 +150,6 @@ def _of_module(operands: Sequence[Operand], spec: Any) -> list[Operand]:
     parameters = {name for name, _ in composite_host.MODULES[digest].named_parameters()}
     inputs = len(operands) - len(names)
     return [Operand(kind, at < inputs or names[at - inputs] not in parameters) for at, (kind, _) in enumerate(operands)]
-
-
-def _operator(name: str) -> Any:
-    base, _, overload = name.removeprefix("aten::").partition(".")
-    return getattr(getattr(torch.ops.aten, base), overload or "default")
 
 
 def _scalar(operand: Sequence[Any]) -> torch.Tensor:

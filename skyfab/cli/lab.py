@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 from typing import Annotated
 
+from skyfab._util.hints import HINTS
 from skyfab.cli import report
 from skyfab.cli.command import Json, Option, command
-from skyfab.ui.hints import HINTS
 
 
 @command

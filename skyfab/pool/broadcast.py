@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
@@ -28,10 +29,13 @@ from skyfab.pool.rendezvous import RendezvousFinder, strongest_need
 from skyfab.pool.stall import watch
 from skyfab.protocol import messages
 from skyfab.session.signals import SIGNAL_GUARD
-from skyfab.ui.events import Events
+from skyfab.session.timing import Timing
+from skyfab.ui.events import Events, Notice
 
 GRACE: Final = 2.0
 """Seconds until the other ranks are stopped after one has failed: they may be blocked in a collective with it."""
+_LOOK: Final = 0.1
+"""Seconds between two looks at whether lost hosts have come back."""
 
 
 class Broadcast:
@@ -247,12 +251,21 @@ class Broadcasts:
     """
 
     def __init__(
-        self, images: HostImages, ranks: int | Literal["auto"], job: str, events: Events, *, untrusted: bool
+        self,
+        images: HostImages,
+        ranks: int | Literal["auto"],
+        job: str,
+        timing: Timing,
+        events: Events,
+        *,
+        untrusted: bool,
     ) -> None:
         """`ranks` is the number on each host, `job` the prefix of its job ids."""
         self._images = images
         self._ranks = ranks
         self._elastic = next((plugin.elastic for plugin in images.plugins if plugin.elastic), None)
+        self._patience = timing.lease if self._elastic is None else min(timing.lease, timing.heartbeat_timeout)
+        """Seconds that another attempt waits for lost hosts. An elastic gang can continue without them."""
         self._events = events
         self._untrusted = untrusted
         self._job = job
@@ -395,6 +408,8 @@ class Broadcasts:
 
     def _begin(self, broadcast: Broadcast) -> None:
         try:
+            if broadcast.attempt:
+                self._wait_for_hosts(broadcast)
             if broadcast.future.done():
                 self._ended(broadcast, None)
             else:
@@ -406,6 +421,18 @@ class Broadcasts:
                 broadcast.end(None, error)
             broadcast.future.cancel()
             raise
+
+    def _wait_for_hosts(self, broadcast: Broadcast) -> None:
+        """Waits for lost hosts to come back, before another attempt. A cancel ends it."""
+        deadline = time.monotonic() + self._patience
+        lost = [node for node in broadcast.nodes if node.lost is not None]
+        for node in lost:
+            text = f"lost; waiting up to {self._patience:g} s for it before attempt {broadcast.attempt + 1}"
+            self._events.emit(Notice(host=node.name, text=text))
+        while any(node.lost is not None for node in lost) and time.monotonic() < deadline:
+            if self._closed or broadcast.future.done():
+                return
+            time.sleep(_LOOK)
 
     def _withdraw(self, broadcast: Broadcast) -> None:
         """Removes one that was cancelled while queued. If it is just beginning, `_begin` or the broadcast notices."""

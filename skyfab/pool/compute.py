@@ -61,6 +61,8 @@ R = TypeVar("R")
 T = TypeVar("T")
 
 
+_ELASTIC: Final = 10.0
+"""Seconds without a heartbeat after which an elastic gang continues without the host, while others respond."""
 _open_pools: Final[weakref.WeakSet[Compute]] = weakref.WeakSet()
 """Those of this process."""
 
@@ -109,7 +111,7 @@ class Compute(ShownAsTable):
         env: Mapping[str, str] | None = None,
         workdir: str | os.PathLike[str] = "auto",
         lease: float = 60,
-        heartbeat_timeout: float = 10,
+        heartbeat_timeout: float | None = None,
         timeout: float | None = None,
         results: Literal["any", "data"] = "any",
         ui: Literal["auto", "rich", "plain", "none"] = "auto",
@@ -124,9 +126,10 @@ class Compute(ShownAsTable):
         `ranks` is the number of processes of a broadcast on each host; ``"auto"``: one for each GPU, or one. `image` is
         their environment, `plugins` set them up, `env` has further variables.
 
-        `lease` is how many seconds hosts and this program wait for a lost connection; a host that does not answer for
-        `heartbeat_timeout` seconds while others do is lost. `timeout` is the default for functions. `ui` is how events
-        are shown: live (``"rich"``), as lines (``"plain"``), not at all (``"none"``), or the best choice (``"auto"``).
+        `lease` is how many seconds hosts and this program wait for a lost connection. A host that does not answer for
+        `heartbeat_timeout` seconds while others do is lost sooner (None: 10 for elastic gangs, else it is not).
+        `timeout` is the default for functions. `ui` is how events are shown: live (``"rich"``), as lines (``"plain"``),
+        not at all (``"none"``), or the best choice (``"auto"``).
 
         `workdir` is the working folder of functions. ``"auto"``: on a host, a persistent folder that corresponds to the
         current folder of this program; on this machine, the current folder itself. Otherwise a path on the hosts, or
@@ -147,9 +150,11 @@ class Compute(ShownAsTable):
         self._images = HostImages(self._choice.listed, image or Image(), plugins, env)
         self._sync = ProjectSync(Project(image or Image()))
         self._scheduler = Scheduler(self.events.call, untrusted=untrusted)
+        if heartbeat_timeout is None:
+            heartbeat_timeout = _ELASTIC if any(plugin.elastic for plugin in self._images.plugins) else float("inf")
         timing = Timing(lease=lease, heartbeat_timeout=heartbeat_timeout)
         self._nodes = Nodes(self._images, Workdirs(workdir), timing, self.events, self._scheduler, self._sync)
-        self._broadcasts = Broadcasts(self._images, ranks, self._nodes.job, self.events, untrusted=untrusted)
+        self._broadcasts = Broadcasts(self._images, ranks, self._nodes.job, timing, self.events, untrusted=untrusted)
         self._devices = Devices(self._nodes.solo_spec, self._images.plugins, self.events, untrusted=untrusted)
         self.files = Files(self._nodes.solo_spec, self.events)
         self._forwards = Forwards(self.events)
@@ -516,13 +521,13 @@ def _parents_pool() -> UsageError:
     )
 
 
-def _check_options(*, ranks: int | str, lease: float, heartbeat_timeout: float, results: str) -> None:
+def _check_options(*, ranks: int | str, lease: float, heartbeat_timeout: float | None, results: str) -> None:
     """Raises UsageError for invalid options."""
     if ranks != "auto" and (type(ranks) is not int or ranks < 1):
         raise UsageError(f"invalid ranks={ranks!r}: expected 1 or more, or 'auto'")
     if not _is_number(lease) or not lease >= 1:
         raise UsageError(f"invalid lease={lease!r}: expected a number of seconds, at least 1")
-    if not _is_number(heartbeat_timeout) or not heartbeat_timeout > 0:
+    if heartbeat_timeout is not None and not (_is_number(heartbeat_timeout) and heartbeat_timeout > 0):
         raise UsageError(f"invalid heartbeat_timeout={heartbeat_timeout!r}: expected a number of seconds above 0")
     if results not in ("any", "data"):
         raise UsageError(f"invalid results={results!r}: expected 'any', or 'data' where hosts are not trusted")

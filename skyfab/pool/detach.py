@@ -65,8 +65,7 @@ class Detacher:
                 if tree is not None and not node.sync_project(tree):
                     raise SkyfabError("a file of the project changed at the same time", hint="try again")
             go()
-            for node in self._nodes:
-                node.session.abandon()
+            self._leave()
         except BaseException:
             close_all(self._nodes)
             raise
@@ -76,6 +75,12 @@ class Detacher:
         assert broadcast.gang is not None
         self._describe_gang(broadcast.gang)
         broadcast.abandon(CallCancelled(f"{self._label} continues as run {self.id[:8]}"))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Raises HostLost unless every host has all of the run. Until then no host is left to run a part alone."""
+        for node in self._nodes:
+            node.session.connection.settle()
         for node in self._nodes:
             node.session.abandon()
 

@@ -239,7 +239,7 @@ class Node(ShownAsTable):
         if others and not others_respond:
             reason += "; no host answers: is your network up?"
         timing = self.session.connection.timing
-        limit = timing.heartbeat_timeout if others_respond else timing.lease
+        limit = min(timing.heartbeat_timeout, timing.lease) if others_respond else timing.lease
         self._owner.events.emit(HostState(host=self.name, state="reconnecting", detail=reason, limit=limit))
 
     def on_reconnect(self, seconds: float) -> None:

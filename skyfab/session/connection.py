@@ -144,18 +144,20 @@ class Connection:
             close(link)
         self._reader.join(timeout)
 
-    def detach(self) -> None:
-        """Waits until the agent has received everything, then disconnects without a goodbye. Raises HostLost."""
+    def settle(self) -> None:
+        """Waits until the agent has received everything. Raises HostLost."""
         with SIGNAL_GUARD, self.lock:
             self._mux.ping()
             self.flush()
-        if not self.wait(self._is_received) and self.ended is not None:
-            raise self.ended
+        if not self.wait(self._is_received):
+            raise self.ended or HostLost("the pool was closed", host=self.host)
+
+    def detach(self) -> None:
+        """Disconnects without a goodbye, unless the connection has ended."""
         with SIGNAL_GUARD, self.lock:
-            if State.DETACHED not in NEXT[self.state]:
-                raise self.ended or HostLost("the pool was closed", host=self.host)
-            self._enter(State.DETACHED)
-            self._let_go()
+            if State.DETACHED in NEXT[self.state]:
+                self._enter(State.DETACHED)
+                self._let_go()
 
     def explain(self) -> None:
         """Sets `ended` to why the first stream ended before the agent's hello. May block for seconds."""

@@ -140,7 +140,7 @@ class Session:
             self.connection.close(GOODBYE)
 
     def abandon(self) -> None:
-        """Waits until the agent has received everything, then disconnects and lets it run. Raises HostLost."""
+        """Disconnects from the agent and lets it run. Call `connection.settle` before, for it to have everything."""
         self.connection.detach()
         self.close()
 

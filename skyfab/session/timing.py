@@ -17,8 +17,8 @@ class Timing:
 
     lease: float
     """How long a host keeps its processes without receiving anything from this side."""
-    heartbeat_timeout: float = 10.0
-    """A host is lost after this time without a heartbeat, while other hosts respond."""
+    heartbeat_timeout: float = float("inf")
+    """A host is lost after this time without a heartbeat, while other hosts respond; by default only by the lease."""
     heartbeat: float = field(default_factory=lambda: HEARTBEAT)
     """Time between two heartbeats."""
     suspect_after: float = field(default_factory=lambda: SUSPECT_AFTER)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from skyfab.plugins.base import Elastic
 from skyfab.pool.broadcast import Broadcast, Broadcasts
 from skyfab.pool.rendezvous import RendezvousFinder
 from skyfab.protocol import messages
+from skyfab.session.timing import Timing
 from skyfab.ui.events import Events
 
 GONE = sky.HostLost("gone", host="node1")
@@ -254,10 +256,11 @@ def test_untrusted_hosts_return_plain_data_only() -> None:
 class Pool:
     """The broadcasts of a pool of two hosts, with one rank each unless `ranks` says otherwise."""
 
-    def __init__(self, ranks: int = 1, elastic: Elastic | None = None) -> None:
+    def __init__(self, ranks: int = 1, elastic: Elastic | None = None, lease: float = 60) -> None:
+        timing = Timing(lease=lease, heartbeat_timeout=0.3)
         plugins = [SimpleNamespace(elastic=elastic, network="unused")] if elastic else []
         images: Any = SimpleNamespace(plugins=plugins, variables=lambda host: {"OF": host.name})
-        self.queue = Broadcasts(images, ranks, "pool", Events(), untrusted=False)
+        self.queue = Broadcasts(images, ranks, "pool", timing, Events(), untrusted=False)
         self.nodes: list[Any] = [FakeNode(0), FakeNode(1)]
 
     def submit(self, label: str = "f", **options: Any) -> Any:
@@ -429,6 +432,50 @@ def test_an_attempt_that_waits_can_be_cancelled() -> None:
     assert future.cancel()
     pool.fail()
     assert pool.queue.is_idle
+
+
+def test_an_attempt_waits_for_a_host_that_comes_back() -> None:
+    pool = Pool()
+    future = pool.submit(retries=1)
+    pool.nodes[1].lost = GONE
+    pool.fail()
+    time.sleep(0.5)
+    assert pool.begun == ["f"]
+    pool.nodes[1].lost = None
+    pool.wait_for("f", "f")
+    assert not future.done()
+
+
+def test_an_attempt_waits_for_lost_hosts_no_longer_than_the_lease() -> None:
+    pool = Pool(lease=0.3)
+    future = pool.submit(retries=1)
+    pool.nodes[1].lost = GONE
+    pool.fail()
+    assert future.exception(30) is GONE
+    assert pool.begun == ["f"]
+
+
+@pytest.mark.parametrize("end", ["cancel", "close"])
+def test_an_attempt_that_waits_for_a_host_ends_at_once(end: str) -> None:
+    pool = Pool()
+    future = pool.submit(retries=1)
+    pool.nodes[1].lost = GONE
+    pool.fail()
+    if end == "cancel":
+        future.cancel()
+    else:
+        pool.queue.close()
+    until(lambda: pool.queue.is_idle)
+    assert future.done() and pool.begun == ["f"]
+
+
+def test_an_elastic_call_waits_less_and_continues_without_a_lost_host() -> None:
+    pool = Pool(elastic=Elastic(min_hosts=1, max_hosts=2, max_restarts=1))
+    pool.submit()
+    pool.nodes[1].lost = GONE
+    pool.fail()
+    until(lambda: pool.begun == ["f", "f"])
+    assert len(pool.nodes[1].callers) == 1
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -44,9 +45,8 @@ def pool(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., s
 
     def open_it(**options: Any) -> sky.Compute:
         inventory = sky.Inventory.of(pair.inventory)
-        opened.append(
-            sky.Compute("node1,node2", inventory=inventory, heartbeat_timeout=2, lease=20, ui="none", **options)
-        )
+        options = {"heartbeat_timeout": 2, "lease": 20, "ui": "none", **options}
+        opened.append(sky.Compute("node1,node2", inventory=inventory, **options))
         opened[-1].open()
         return opened[-1]
 
@@ -114,6 +114,45 @@ def test_a_call_that_may_be_repeated_moves_to_another_host(
     place.leave("never")
     assert futures[0].result(170) == "node1"
     assert futures[1].result(170) == "node1"
+
+
+@pytest.mark.slow
+def test_a_gang_waits_for_a_host_that_is_silent_for_longer_than_ten_seconds(
+    pair: Lab, pool: Callable[..., sky.Compute], place: Spot
+) -> None:
+    """As when a switch is restarted: the other host responds, and nothing is lost before the lease is over."""
+    compute = pool(heartbeat_timeout=None, lease=60)
+    future = compute.submit(sky.function(stay)(place / "night", place / "go"), on="all")
+    place.wait("night.node1")
+    place.wait("night.node2")
+    pair["node2"].cut()
+    time.sleep(15)
+    pair["node2"].restore()
+    place.leave("go")
+    assert future.result(100) == ["node1", "node2"]
+
+
+def test_a_broadcast_that_may_be_repeated_waits_for_a_host_that_is_rebooted(
+    pair: Lab, pool: Callable[..., sky.Compute], place: Spot
+) -> None:
+    compute = pool(lease=100)
+    said: list[str] = []
+    compute.events.subscribe(lambda event: said.append(str(event)))
+    begun = place / "begun"
+
+    def attempt() -> int:
+        number = sky.instance_info().attempt
+        if not number:
+            leave(begun)
+            wait_for(f"{begun}.never", 60)
+        return number
+
+    future = compute.submit(sky.function(retries=1)(attempt)(), on="all")
+    place.wait("begun", 2)
+    pair["node2"].kill()
+    until(lambda: any("node2: lost; waiting up to 100 s for it before attempt 2" in line for line in said), "it waits")
+    pair["node2"].reboot()
+    assert future.result(170) == [1, 1]
 
 
 def test_a_map_goes_on_without_a_host(pair: Lab, pool: Callable[..., sky.Compute], place: Spot) -> None:

@@ -11,12 +11,13 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
-from typing import Any, Final, Generic, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Final, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 
 from skyfab.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Errors = Literal["raise", "return"]
 
 BY_VALUE: Final = {"__main__", "__mp_main__"}
 """Modules that hosts do not import: what they define is pickled by value."""
@@ -165,13 +166,14 @@ class Group:
     calls: tuple[Call[Any], ...]
     stream: bool = False
     ordered: bool = True
+    errors: Errors = "raise"
 
     def __rshift__(self, compute: Pool) -> Any:
         return _pool(compute).gather(self)
 
     def __and__(self, other: Call[Any] | Group) -> Group:
         more = other.calls if isinstance(other, Group) else (other,)
-        return Group((*self.calls, *more), self.stream, self.ordered)
+        return Group((*self.calls, *more), self.stream, self.ordered, self.errors)
 
     def results(self, submit: Callable[[Call[Any]], Future[Any]]) -> tuple[Any, ...] | Iterator[Any]:
         """Starts its calls with `submit`, and returns their results as a tuple or an iterator.
@@ -180,23 +182,28 @@ class Group:
         """
         futures = [submit(call) for call in self.calls]
         if self.stream:
-            stream = _stream(futures, futures if self.ordered else as_completed(futures))
+            stream = _stream(futures, futures if self.ordered else as_completed(futures), self.errors)
             next(stream)  # start the generator, so that dropping it cancels the rest
             return stream
         try:
-            return tuple([future.result() for future in futures])
+            return tuple([_outcome(future, self.errors) for future in futures])
         except BaseException:
             _cancel(futures)
             raise
 
 
-def _stream(futures: Sequence[Future[Any]], order: Iterable[Future[Any]]) -> Iterator[Any]:
+def _stream(futures: Sequence[Future[Any]], order: Iterable[Future[Any]], errors: Errors) -> Iterator[Any]:
     try:
         yield
         for future in order:
-            yield future.result()
+            yield _outcome(future, errors)
     finally:
         _cancel(futures)
+
+
+def _outcome(future: Future[Any], errors: Errors) -> Any:
+    error = future.exception() if errors == "return" else None
+    return error if isinstance(error, Exception) else future.result()
 
 
 def _cancel(futures: Sequence[Future[Any]]) -> None:
@@ -204,16 +211,24 @@ def _cancel(futures: Sequence[Future[Any]]) -> None:
         future.cancel()
 
 
-def gather(*calls: Call[Any], stream: bool = False, ordered: bool = True) -> Group:
+def gather(*calls: Call[Any], stream: bool = False, ordered: bool = True, errors: Errors = "raise") -> Group:
     """Runs calls in parallel: ``sky.gather(f(1), f(2)) >> compute`` is a tuple of their results.
 
     With `stream` it is an iterator that yields each result as soon as possible: in the order of the calls or, with
-    ``ordered=False``, in the order of completion.
+    ``ordered=False``, in the order of completion. A failure cancels the rest; with ``errors="return"`` its exception
+    takes the place of the result, and the rest continues.
     """
+    check_errors(errors)
     for call in calls:
         if not isinstance(call, Call):
             raise TypeError(f"gather() takes calls such as f(1), not {call!r:.80}")
-    return Group(calls, stream, ordered)
+    return Group(calls, stream, ordered, errors)
+
+
+def check_errors(errors: str) -> None:
+    """Raises UsageError for an invalid ``errors=``."""
+    if errors not in ("raise", "return"):
+        raise UsageError(f"invalid errors={errors!r}: expected 'raise' or 'return'")
 
 
 def as_group(calls: Sequence[Call[Any] | Group]) -> Group:

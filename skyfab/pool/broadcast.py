@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
@@ -25,17 +24,16 @@ from skyfab.pool.futures import CallFuture
 from skyfab.pool.gang import Gang, GangSpec, Member
 from skyfab.pool.images import HostImages
 from skyfab.pool.node import Node
+from skyfab.pool.recovery import wait_for_lost
 from skyfab.pool.rendezvous import RendezvousFinder, strongest_need
 from skyfab.pool.stall import watch
 from skyfab.protocol import messages
 from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.session.timing import Timing
-from skyfab.ui.events import Events, Notice
+from skyfab.ui.events import Events
 
 GRACE: Final = 2.0
 """Seconds until the other ranks are stopped after one has failed: they may be blocked in a collective with it."""
-_LOOK: Final = 0.1
-"""Seconds between two looks at whether lost hosts have come back."""
 
 
 class Broadcast:
@@ -409,7 +407,9 @@ class Broadcasts:
     def _begin(self, broadcast: Broadcast) -> None:
         try:
             if broadcast.attempt:
-                self._wait_for_hosts(broadcast)
+                wait_for_lost(
+                    broadcast.nodes, self._patience, self._events, lambda: self._closed or broadcast.future.done()
+                )
             if broadcast.future.done():
                 self._ended(broadcast, None)
             else:
@@ -421,18 +421,6 @@ class Broadcasts:
                 broadcast.end(None, error)
             broadcast.future.cancel()
             raise
-
-    def _wait_for_hosts(self, broadcast: Broadcast) -> None:
-        """Waits for lost hosts to come back, before another attempt. A cancel ends it."""
-        deadline = time.monotonic() + self._patience
-        lost = [node for node in broadcast.nodes if node.lost is not None]
-        for node in lost:
-            text = f"lost; waiting up to {self._patience:g} s for it before attempt {broadcast.attempt + 1}"
-            self._events.emit(Notice(host=node.name, text=text))
-        while any(node.lost is not None for node in lost) and time.monotonic() < deadline:
-            if self._closed or broadcast.future.done():
-                return
-            time.sleep(_LOOK)
 
     def _withdraw(self, broadcast: Broadcast) -> None:
         """Removes one that was cancelled while queued. If it is just beginning, `_begin` or the broadcast notices."""

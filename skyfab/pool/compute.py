@@ -15,7 +15,17 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, ParamSpec, Type
 
 from skyfab._util.html import ShownAsTable
 from skyfab.calls import nesting
-from skyfab.calls.call import Call, Function, Group, as_function, as_group, not_a_call, not_a_function
+from skyfab.calls.call import (
+    Call,
+    Errors,
+    Function,
+    Group,
+    as_function,
+    as_group,
+    check_errors,
+    not_a_call,
+    not_a_function,
+)
 from skyfab.calls.image import Image
 from skyfab.calls.pack import PackedCall, pack_arguments, pack_function
 from skyfab.calls.project import Project
@@ -109,6 +119,7 @@ class Compute(ShownAsTable):
         image: Image | None = None,
         plugins: Sequence[Plugin] = (),
         env: Mapping[str, str] | None = None,
+        slots: int | None = None,
         workdir: str | os.PathLike[str] = "auto",
         lease: float = 60,
         heartbeat_timeout: float | None = None,
@@ -124,7 +135,8 @@ class Compute(ShownAsTable):
         as ``Container(nodes=2)`` creates the hosts when the pool is opened and removes them when it is closed.
 
         `ranks` is the number of processes of a broadcast on each host; ``"auto"``: one for each GPU, or one. `image` is
-        their environment, `plugins` set them up, `env` has further variables.
+        their environment, `plugins` set them up, `env` has further variables. `slots` is the number of single calls
+        that run at a time on each host (None: the inventory's, which is 1 by default).
 
         `lease` is how many seconds hosts and this program wait for a lost connection. A host that does not answer for
         `heartbeat_timeout` seconds while others do is lost sooner (None: 10 for elastic gangs, else it is not).
@@ -141,7 +153,7 @@ class Compute(ShownAsTable):
         Raises InventoryError and UsageError for invalid arguments.
         """
         failure.install()
-        _check_options(ranks=ranks, lease=lease, heartbeat_timeout=heartbeat_timeout, results=results)
+        _check_options(ranks=ranks, slots=slots, lease=lease, heartbeat_timeout=heartbeat_timeout, results=results)
         untrusted = results == "data"
         self.events = Events()
         self.hosts: Sequence[Node] = ()  # once the pool is open
@@ -149,10 +161,9 @@ class Compute(ShownAsTable):
         self._timeout, self._results, self._ui = timeout, results, ui
         self._images = HostImages(self._choice.listed, image or Image(), plugins, env)
         self._sync = ProjectSync(Project(image or Image()))
-        self._scheduler = Scheduler(self.events.call, untrusted=untrusted)
-        if heartbeat_timeout is None:
-            heartbeat_timeout = _ELASTIC if any(plugin.elastic for plugin in self._images.plugins) else float("inf")
-        timing = Timing(lease=lease, heartbeat_timeout=heartbeat_timeout)
+        self._scheduler = Scheduler(self.events.call, slots=slots, untrusted=untrusted)
+        patience = _ELASTIC if any(plugin.elastic for plugin in self._images.plugins) else float("inf")
+        timing = Timing(lease=lease, heartbeat_timeout=heartbeat_timeout or patience)
         self._nodes = Nodes(self._images, Workdirs(workdir), timing, self.events, self._scheduler, self._sync)
         self._broadcasts = Broadcasts(self._images, ranks, self._nodes.job, timing, self.events, untrusted=untrusted)
         self._devices = Devices(self._nodes.solo_spec, self._images.plugins, self.events, untrusted=untrusted)
@@ -397,26 +408,28 @@ class Compute(ShownAsTable):
         return as_group(calls).results(self.submit)
 
     @overload
-    def map(self, function: Function[..., R], *items: Iterable[Any]) -> list[R]: ...
+    def map(self, function: Function[..., R], *items: Iterable[Any], errors: Literal["raise"] = "raise") -> list[R]: ...
     @overload
-    def map(self, function: Callable[..., R], *items: Iterable[Any]) -> list[R]: ...
-    def map(self, function: Any, *items: Iterable[Any]) -> list[Any]:
+    def map(self, function: Callable[..., R], *items: Iterable[Any], errors: Literal["raise"] = "raise") -> list[R]: ...
+    @overload
+    def map(self, function: Any, *items: Iterable[Any], errors: Literal["return"]) -> list[Any]: ...
+    def map(self, function: Any, *items: Iterable[Any], errors: Errors = "raise") -> list[Any]:
         """Applies `function` to each of `items`, balanced over all slots of all hosts. Results are in order.
 
-        Short items are sent in groups. Raises the first failure, and cancels the rest.
+        Short items are sent in groups. Raises the first failure, and cancels the rest; with ``errors="return"`` an
+        exception takes the place of the result, and the rest continues.
         """
         self._check_open()
+        check_errors(errors)
         if isinstance(function, Call):
             raise not_a_function(function)
         fn = as_function(function)
         calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
         packed = pack_function(fn, self._images.plugins)
         self._sync_tree()
-        slots = sum(node.host.slots for node in self.hosts)
         progress = self.events.progress(fn.label, len(calls))
-        future = MapCall(
-            self._scheduler, packed, calls, slots=slots, timeout=self._timeout_of(fn), progress=progress
-        ).start()
+        timeout = self._timeout_of(fn)
+        future = MapCall(self._scheduler, packed, calls, timeout=timeout, errors=errors, progress=progress).start()
         return wait_for(future, self.hosts, self.events.waiting)
 
     def put(self, obj: T) -> Ref[T]:
@@ -521,10 +534,14 @@ def _parents_pool() -> UsageError:
     )
 
 
-def _check_options(*, ranks: int | str, lease: float, heartbeat_timeout: float | None, results: str) -> None:
+def _check_options(
+    *, ranks: int | str, slots: int | None, lease: float, heartbeat_timeout: float | None, results: str
+) -> None:
     """Raises UsageError for invalid options."""
     if ranks != "auto" and (type(ranks) is not int or ranks < 1):
         raise UsageError(f"invalid ranks={ranks!r}: expected 1 or more, or 'auto'")
+    if slots is not None and (type(slots) is not int or slots < 1):
+        raise UsageError(f"invalid slots={slots!r}: expected 1 or more")
     if not _is_number(lease) or not lease >= 1:
         raise UsageError(f"invalid lease={lease!r}: expected a number of seconds, at least 1")
     if heartbeat_timeout is not None and not (_is_number(heartbeat_timeout) and heartbeat_timeout > 0):

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Final
 
-from skyfab.calls.call import Call
+from skyfab.calls.call import Call, Errors
 from skyfab.calls.pack import PackedCall, PackedFunction, pack_arguments
 from skyfab.errors import ProtocolError, RemoteTraceback, printable
 from skyfab.pool.futures import CallFuture
@@ -43,26 +43,29 @@ class MapCall:
         function: PackedFunction,
         calls: Sequence[Call[Any]],
         *,
-        slots: int,
         timeout: float | None,
+        errors: Errors = "raise",
         progress: Callable[[int, bool], None],
     ) -> None:
-        """`progress` is called now and then with how many items have a result, and whether the map failed."""
+        """With ``errors="return"``, exceptions are results. `progress` is called now and then with how many items have
+        a result, and whether the map failed.
+        """
         self.future = CallFuture()
         self.future.label = calls[0].function.label if calls else ""
         self.future.on_cancel = self._cancel
         self._scheduler = scheduler
         self._function = function
         self._calls = calls
-        self._slots = slots
+        self._slots = scheduler.slots
         self._timeout = timeout
         self._results: list[Any] = [None] * len(calls)
         self._lock = threading.Lock()
         self._next = 0
         self._left = len(calls)
         self._size = 1
-        self._most = len(calls) if timeout is None else 1
-        """Largest group. With a timeout, which applies to one item, every item is a call of its own."""
+        self._errors = errors
+        self._most = len(calls) if timeout is None and errors == "raise" else 1
+        """Largest group. If a timeout or an error is about one item, every item is a call of its own."""
         self._running: set[Task] = set()
         self._failed = False
         self._progress = progress
@@ -112,9 +115,10 @@ class MapCall:
         error = future.exception()
         if error is not None:
             _say_which(error, self._calls, first, count)
+        if error is not None and (self._errors == "raise" or not isinstance(error, Exception)):
             self._fail(error)
             return
-        found = future.result()
+        found = future.result() if error is None else (0.0, [error])
         if not _is_answer(found, count):  # our code on the host did not produce this
             self._fail(ProtocolError("invalid reply to map"))
             return

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from skyfab.errors import HostLost, SkyfabError
 from skyfab.pool.node import Node
 from skyfab.session.backoff import Backoff
 from skyfab.session.session import Session
-from skyfab.ui.events import Events, HostState
+from skyfab.ui.events import Events, HostState, Notice
 
 PAUSE: Final = 1.0
 LONGEST: Final = 15.0
 """Seconds between attempts: the first pause, and the maximum that it grows to."""
+_LOOK: Final = 0.1
+"""Seconds between two looks at whether lost hosts have come back."""
 
 
 OnRecovered = Callable[[Node, Callable[[], None]], None]
@@ -96,3 +99,13 @@ class Recovery:
         before.close()
         with contextlib.suppress(SkyfabError):  # the old agent may be unreachable; it exits after its lease
             before.end_agent(stopped=self._over.is_set)
+
+
+def wait_for_lost(nodes: Sequence[Node], seconds: float, events: Events, stopped: Callable[[], bool]) -> None:
+    """Waits until the lost ones of these nodes have returned to their pool, for so long at most."""
+    deadline = time.monotonic() + seconds
+    lost = [node for node in nodes if node.lost is not None]
+    for node in lost:
+        events.emit(Notice(host=node.name, text=f"lost; waiting up to {seconds:g} s for it to come back"))
+    while any(node.lost is not None for node in lost) and time.monotonic() < deadline and not stopped():
+        time.sleep(_LOOK)

@@ -119,9 +119,17 @@ class Scheduler:
     """Assigns solo calls to slots, the least loaded first."""
 
     def __init__(
-        self, started: Callable[[str, str], Callable[[BaseException | None], None]], *, untrusted: bool = False
+        self,
+        started: Callable[[str, str], Callable[[BaseException | None], None]],
+        *,
+        slots: int | None = None,
+        untrusted: bool = False,
     ) -> None:
-        """`started` is called with a call's label and host when it starts; it returns a function to call at its end."""
+        """`started` is called with a call's label and host when it starts; it returns a function to call at its end.
+
+        `slots` is the number of slots of each host, else the inventory says it.
+        """
+        self._per_host = slots
         self._slots: list[Slot] = []
         self._spec_of: Callable[[Node, str], WorkerSpec]
         self._advancing: set[int] = set()
@@ -136,10 +144,20 @@ class Scheduler:
 
     def open(self, nodes: Sequence[Node], spec_of: Callable[[Node, str], WorkerSpec]) -> None:
         """Makes the slots of all nodes, the first of each before the second of any."""
-        most = max(node.host.slots for node in nodes)
-        numbered = ((number, node) for number in range(most) for node in nodes if number < node.host.slots)
+        counts = [self._per_host or node.host.slots for node in nodes]
+        numbered = (
+            (number, node)
+            for number in range(max(counts))
+            for node, count in zip(nodes, counts, strict=True)
+            if number < count
+        )
         self._slots = [Slot(node, f"solo.{number}", spec_of(node, "")) for number, node in numbered]
         self._spec_of = spec_of
+
+    @property
+    def slots(self) -> int:
+        """How many single calls run at a time on all hosts."""
+        return len(self._slots)
 
     def use_tree(self, tree: str) -> None:
         """The project changed: later calls need workers that import the new code."""

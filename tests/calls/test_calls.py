@@ -203,6 +203,33 @@ def test_calls_side_by_side_raise_as_they_are(pool: sky.Compute) -> None:
         pool.gather([identity(1)])  # type: ignore[arg-type]
 
 
+def test_exceptions_are_results_where_they_are_to_be_returned(pool: sky.Compute) -> None:
+    divide = sky.function(lambda number: 6 // number)
+    one, wrong, three = sky.gather(divide(1), divide(0), divide(2), errors="return") >> pool
+    assert (one, type(wrong), three) == (6, ZeroDivisionError, 3)
+    streamed = sky.gather(divide(0), divide(3), stream=True, errors="return") >> pool
+    assert [*map(str, streamed)] == ["integer division or modulo by zero", "2"]
+    found = pool.map(divide, [2, 0, 3], errors="return")
+    assert (found[0], type(found[1]), found[2]) == (3, ZeroDivisionError, 2)
+    assert isinstance(found[1].__cause__, sky.RemoteTraceback)
+    for wrong_word in (pool.map, lambda *_, errors: sky.gather(errors=errors)):
+        with pytest.raises(sky.UsageError, match="invalid errors='ignore': expected 'raise' or 'return'"):
+            wrong_word(divide, [1], errors="ignore")  # type: ignore[operator]
+
+
+def test_slots_are_the_calls_that_a_host_runs_at_a_time(tmp_path: pathlib.Path) -> None:
+    """Each waits for the other two."""
+
+    def meet(number: int) -> int:
+        (tmp_path / str(number)).touch()
+        for other in range(3):
+            wait_for(str(tmp_path / str(other)))
+        return number
+
+    with sky.Compute("local", slots=3, ui="none") as compute:
+        assert compute.map(meet, range(3)) == [0, 1, 2]
+
+
 def test_a_stream_yields_results_as_they_come(pool: sky.Compute, spot: Spot) -> None:
     """The slow call is let go only after the fast one's result is in our hands."""
     stream = sky.gather(wait_at(spot / "go", "slow"), identity("fast"), stream=True, ordered=False) >> pool

@@ -150,7 +150,7 @@ def test_a_broadcast_that_may_be_repeated_waits_for_a_host_that_is_rebooted(
     future = compute.submit(sky.function(retries=1)(attempt)(), on="all")
     place.wait("begun", 2)
     pair["node2"].kill()
-    until(lambda: any("node2: lost; waiting up to 100 s for it before attempt 2" in line for line in said), "it waits")
+    until(lambda: any("node2: lost; waiting up to 100 s for it to come back" in line for line in said), "it waits")
     pair["node2"].reboot()
     assert future.result(170) == [1, 1]
 

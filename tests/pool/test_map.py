@@ -16,7 +16,8 @@ from skyfab.protocol import codec
 
 
 class FakeScheduler:
-    def __init__(self) -> None:
+    def __init__(self, slots: int) -> None:
+        self.slots = slots
         self.tasks: list[Task] = []
 
     def add(self, task: Task) -> None:
@@ -29,8 +30,8 @@ class FakeScheduler:
 
 
 class Stage:
-    def __init__(self, items: list[Any], slots: int = 1, timeout: float | None = None, retries: int = 0) -> None:
-        self.scheduler = FakeScheduler()
+    def __init__(self, items: list[Any], slots: int = 1, retries: int = 0, **options: Any) -> None:
+        self.scheduler = FakeScheduler(slots)
         function = sky.function(retries=retries)(len)
         calls = [function(item) for item in items]
         packed = PackedFunction("digest", codec.Payload(b""))
@@ -39,9 +40,8 @@ class Stage:
             self.scheduler,  # type: ignore[arg-type]
             packed,
             calls,
-            slots=slots,
-            timeout=timeout,
             progress=lambda done, failed: self.told.append((done, failed)),
+            **{"timeout": None, **options},
         )
         self.future = self.call.start()
 
@@ -61,6 +61,30 @@ def at(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     clock = SimpleNamespace(now=1000.01)
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now))
     return clock
+
+
+def test_an_exception_takes_the_place_of_its_result() -> None:
+    stage = Stage([1, 2, 3], slots=2, errors="return")
+    wrong = ValueError("two")
+    stage.scheduler.tasks[1].future.settle(None, wrong)
+    stage.answer(0, 0.0)
+    stage.answer(2, 0.0)
+    assert stage.future.result(0) == [1, wrong, 3]
+    assert vars(wrong)["item_index"] == 1
+    assert stage.told[-1] == (3, False)
+
+
+def test_exceptions_that_are_returned_are_each_about_one_item() -> None:
+    stage = Stage(list(range(40)), errors="return")
+    for number in range(20):
+        stage.answer(number, 0.0)
+    assert set(stage.groups) == {1}
+
+
+def test_an_interrupt_is_raised_whatever_is_returned() -> None:
+    stage = Stage([1, 2], errors="return")
+    stage.scheduler.tasks[0].future.settle(None, KeyboardInterrupt())
+    assert isinstance(stage.future.exception(0), KeyboardInterrupt)
 
 
 def test_no_items_have_no_results() -> None:

@@ -69,6 +69,9 @@ class Draft:
         size = -1
         while True:
             self.fd = os.open(self._part, _OPEN, mode | 0o600, dir_fd=self._folder)
+            about = os.fstat(self.fd)
+            if about.st_uid != os.geteuid() or about.st_nlink > 1:  # another user may have put it there
+                break
             try:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_there():
@@ -76,8 +79,8 @@ class Draft:
                 before = size
             except BlockingIOError:
                 before, size = size, os.fstat(self.fd).st_size
-            except OSError:  # a file system without locks
-                return
+            except OSError:  # a file system without locks: another transfer may be writing to it
+                break
             os.close(self.fd)
             self.fd = -1
             if before == size == -1:
@@ -85,6 +88,8 @@ class Draft:
             if time.monotonic() > deadline or -1 < before < size:
                 break
             time.sleep(_PAUSE)
+        if self.fd >= 0:
+            os.close(self.fd)
         self._part = own_part()
         self.fd = os.open(self._part, _OPEN | os.O_EXCL, mode | 0o600, dir_fd=self._folder)
 

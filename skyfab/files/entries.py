@@ -25,7 +25,8 @@ FOLDER: Final = "d"
 LINK: Final = "l"
 MOST_ENTRIES: Final = 1_000_000
 """Entries of one transfer."""
-_LARGEST: Final = 1 << 50
+LARGEST: Final = 1 << 50
+"""Bytes of one file."""
 _LONGEST: Final = 4096
 _LATEST: Final = 1 << 62
 _OUTER: Final = re.compile(rb"(?:^|/)\.{0,2}(?:/|\Z)|\0")
@@ -67,7 +68,7 @@ class Entry:
             raise ProtocolError(f"not a file: {row!r:.200}") from error
         if kind not in (FILE, FOLDER, LINK) or not type(size) is type(time) is type(mode) is int:
             raise ProtocolError(f"not a file: {row!r:.200}")
-        fits = 0 <= size <= _LARGEST and -_LATEST <= time <= _LATEST and 0 <= mode <= 0o777
+        fits = 0 <= size <= LARGEST and -_LATEST <= time <= _LATEST and 0 <= mode <= 0o777
         if not fits or not is_inner(entry.path):
             raise ProtocolError(f"invalid path, size or time: {row!r:.200}")
         if (kind == LINK) != bool(link) or (link and not leads_inside(entry.path, entry.link)):
@@ -81,8 +82,11 @@ def text(path: bytes) -> str:
 
 
 def name(path: str) -> bytes:
-    """The path that `text` was made of. Raises UnicodeEncodeError for other text."""
-    return path.encode("utf-8", "surrogateescape")
+    """The path that `text` was made of. Raises ProtocolError for other text."""
+    try:
+        return path.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise ProtocolError(f"not a path: {path!a:.200}") from None
 
 
 def shown(path: bytes) -> str:
@@ -140,8 +144,12 @@ def walk(top: bytes, place: bytes, skipped: list[Skip], keeps: Keeps | None = No
         folders = [(top, place)]
         while folders:
             folder, inner = folders.pop()
-            with os.scandir(folder) as found:
-                children = sorted(found, key=_name)
+            try:
+                with os.scandir(folder) as found:
+                    children = sorted(found, key=_name)
+            except (FileNotFoundError, NotADirectoryError):
+                skipped.append((inner, "removed while it was read"))
+                continue
             for child in children:
                 path = b"%s/%s" % (inner, child.name) if inner else child.name
                 if keeps is not None and not keeps(child, path):

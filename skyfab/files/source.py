@@ -6,12 +6,13 @@ import contextlib
 import glob
 import os
 import stat
+from fnmatch import fnmatchcase
 
 from skyfab.files.entries import MOST_ENTRIES, Entry, text, walk
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
     from typing import Final
 
     from skyfab.files.entries import Row, Skip
@@ -35,6 +36,8 @@ class Source:
     def __init__(self, found: Iterable[tuple[Entry, bytes]], skipped: list[Skip]) -> None:
         self._found = iter(found)
         self._skipped = skipped
+        self._held: tuple[int, int, tuple[int, int]] | None = None
+        """The large file that is being sent: its number, a descriptor, and its size and time when it was opened."""
         self.paths: list[bytes] = []
 
     def rows(self) -> tuple[list[Row], list[tuple[str, str]]]:
@@ -53,8 +56,30 @@ class Source:
 
     def digest(self, number: int, size: int) -> str:
         """The sha256 of the first `size` bytes of a file; empty if it has fewer."""
-        with self._open(number) as (fd, _):
-            return digest_of(fd, size)
+        try:
+            with self._open(number) as (fd, _):
+                return digest_of(fd, size)
+        except FileNotFoundError:
+            return ""
+
+    def hold(self, number: int, size: int) -> str:
+        """Opens a large file, which `piece` reads even if another one gets its name meanwhile. Returns its `digest`."""
+        self.close()
+        try:
+            fd = os.open(self.paths[number], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return ""
+        self._held = (number, fd, _state(fd))
+        return self.digest_held(size)
+
+    def digest_held(self, size: int) -> str:
+        """As `digest`, of the file that is being sent."""
+        return "" if self._held is None else digest_of(self._held[1], size)
+
+    def close(self) -> None:
+        held, self._held = self._held, None
+        if held is not None:
+            os.close(held[1])
 
     def pack(self, numbers: Sequence[int], most: int) -> tuple[list[list[int]], bytes]:
         """Small files as they are now, one after another: number, size and time of each; and the content.
@@ -83,15 +108,17 @@ class Source:
         data = contents[0] if len(contents) == 1 else b"".join(contents)
         return found, data
 
-    def piece(self, number: int, at: int, size: int) -> tuple[bytes]:
-        """A part of a large file."""
-        with self._open(number) as (fd, _):
-            data = os.pread(fd, size, at)
-            while 0 < len(data) < size and (more := os.pread(fd, size - len(data), at + len(data))):
-                data += more
-        if len(data) < size:
-            raise OSError(5, "it was truncated while it was read", self.paths[number])
-        return (data,)
+    def piece(self, number: int, at: int, size: int) -> tuple[bool, bytes]:
+        """A part of a large file, and whether that has been changed since it was opened for its first part."""
+        if at == 0:
+            self.hold(number, 0)
+        if self._held is None or self._held[0] != number:
+            return True, b""
+        _, fd, state = self._held
+        data = os.pread(fd, size, at)
+        while 0 < len(data) < size and (more := os.pread(fd, size - len(data), at + len(data))):
+            data += more
+        return len(data) < size or _state(fd) != state, data
 
     @contextlib.contextmanager
     def _open(self, number: int) -> Iterator[tuple[int, os.stat_result]]:
@@ -100,6 +127,11 @@ class Source:
             if not stat.S_ISREG(about.st_mode):  # replaced since it was listed
                 raise FileNotFoundError(2, "no longer a file", self.paths[number])
             yield fd, about
+
+
+def _state(fd: int) -> tuple[int, int]:
+    about = os.fstat(fd)
+    return about.st_size, about.st_mtime_ns
 
 
 @contextlib.contextmanager
@@ -143,6 +175,32 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
                 continue
             seen.add(clean)
             yield from walk(match, place, skipped)
+
+
+def expected(patterns: Sequence[bytes]) -> Callable[[bytes], bool]:
+    """Whether `matching` lists a path for these patterns if its machine has it. A hostile one may list anything."""
+    wanted = [os.path.normpath(pattern).split(b"/") for pattern in patterns]
+    if [b"."] in wanted or [b"", b""] in wanted:  # everything, as its source has it
+        return lambda path: True
+    for words in wanted:
+        if words[0] in (b"", b"..") or words[0].startswith(b"~"):
+            del words[:-1]
+        if words == [b"**"] or words[0].startswith(b"~"):  # only its source knows the name of a home folder
+            words[0] = b"*"
+    return lambda path: any(_begins(path.split(b"/"), words) for words in wanted)
+
+
+def _begins(path: Sequence[bytes], pattern: Sequence[bytes]) -> bool:
+    """Whether a pattern matches a path, or a folder above it."""
+    if not pattern:
+        return True
+    if pattern[0] == b"**" and _begins(path, pattern[1:]):
+        return True
+    if not path or (path[0].startswith(b".") and not pattern[0].startswith(b".")):  # as `glob`
+        return False
+    if pattern[0] == b"**":
+        return _begins(path[1:], pattern)
+    return (path[0] == pattern[0] or fnmatchcase(path[0], pattern[0])) and _begins(path[1:], pattern[1:])
 
 
 def _and_above(path: bytes) -> list[bytes]:

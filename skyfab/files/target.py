@@ -13,7 +13,7 @@ from skyfab.files.source import GONE, SMALL, digest_of, opened
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from typing import Final
 
     from skyfab.protocol.frames import Buffer
@@ -36,11 +36,17 @@ _INNER: Final = _OPEN | os.O_NOFOLLOW
 class Target:
     """A folder. The folder itself may be reached through links; below it none is followed."""
 
-    def __init__(self, folder: bytes, *, keep_newer: bool = False) -> None:
-        """Makes the folder if it is not there. With `keep_newer`, files there that are newer stay. Raises OSError."""
+    def __init__(
+        self, folder: bytes, *, keep_newer: bool = False, expects: Callable[[bytes], bool] = lambda path: True
+    ) -> None:
+        """Makes the folder if it is not there. With `keep_newer`, files there that are newer stay. Raises OSError.
+
+        Only paths that it `expects` are written.
+        """
         os.makedirs(folder, exist_ok=True)
         self.path = folder
         self._keep_newer = keep_newer
+        self._expects = expects
         self._open = {b"": os.open(folder, _OPEN)}
         self._entries: list[Entry] = []
         self._seen: set[bytes] = set()
@@ -48,6 +54,8 @@ class Target:
         self._part = own_part()
         self._written: set[bytes] = set()
         """Folders into which small files were written."""
+        self._made: set[bytes] = set()
+        """Folders that were not there before."""
 
     def close(self) -> None:
         for draft in self._drafts.values():
@@ -77,6 +85,8 @@ class Target:
             number = len(self._entries)
             if entry.path in self._seen or number >= MOST_ENTRIES or is_part(entry.path.rpartition(b"/")[2]):
                 raise ProtocolError(f"{shown(entry.path)} is listed twice, or more than a transfer may have")
+            if not self._expects(entry.path):
+                raise ProtocolError(f"{shown(entry.path)} was not requested")
             self._seen.add(entry.path)
             self._entries.append(entry)
             if entry.kind == FOLDER:
@@ -183,10 +193,19 @@ class Target:
                 draft.discard()
                 raise OSError(error.errno, error.strerror, self._shown(entry)) from None
 
+    def drafted(self, number: int) -> str:
+        """The digest of what has been written of a large file."""
+        draft = self._drafts[number]
+        return digest_of(draft.fd, draft.size)
+
+    def discard(self, number: int) -> None:
+        """A large file is left out."""
+        self._drafts.pop(number).discard()
+
     def finish(self) -> None:
-        """Everything is there: folders get their modes and times, the deepest first."""
+        """Everything is there: the folders that were made get their modes and times, the deepest first."""
         for entry in sorted(self._entries, key=lambda entry: -entry.path.count(b"/")):
-            if entry.kind == FOLDER:
+            if entry.kind == FOLDER and entry.path in self._made:
                 fd = self._folder(entry.path)
                 with contextlib.suppress(OSError):  # it belongs to another user
                     os.fchmod(fd, entry.mode)
@@ -229,6 +248,7 @@ class Target:
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o755, dir_fd=parent)
+                self._made.add(path)
             fd = os.open(name, _INNER, dir_fd=parent)
         except OSError as error:
             is_link = error.errno in (20, 40, 62)  # ENOTDIR, ELOOP of Linux and of macOS

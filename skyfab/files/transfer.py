@@ -13,8 +13,8 @@ from typing import Any, Final, Protocol
 
 from skyfab._util import schema
 from skyfab._util.sizes import counted, readable
-from skyfab.errors import ProtocolError
-from skyfab.files.entries import FILE, name, shown
+from skyfab.errors import ProtocolError, printable
+from skyfab.files.entries import FILE, LARGEST
 from skyfab.files.source import GONE, PIECE, SMALL, Source
 from skyfab.files.target import EQUAL_SIZE, NEWER, Target
 
@@ -30,10 +30,13 @@ _SHAPES: Final[Mapping[str, Any]] = {
     "send": str,
     "rows": tuple[list[list[Any]], list[tuple[str, str]]],  # the target checks each row
     "digest": str,
+    "hold": str,
+    "digest_held": str,
+    "drafted": str,
     "compare": list[tuple[int, str, int, str]],
     "begin": tuple[int, str],
     "pack": tuple[list[tuple[int, int, int]], bytes],
-    "piece": tuple[bytes],
+    "piece": tuple[bool, bytes],
 }
 """For each request, the type of its reply, which may come from a host that is not trusted."""
 
@@ -114,7 +117,7 @@ class Report:
 
     def note(self, path: str, why: str) -> None:
         if len(self.skipped) < _NOTES:
-            self.skipped.append((shown(name(path)), why))
+            self.skipped.append((printable(path), printable(why)))
 
 
 Progress = Callable[[int, int], None]
@@ -133,6 +136,8 @@ class Transfer:
         self._reading: deque[tuple[str, tuple[Any, ...], Reply]] = deque()
         self._writing: deque[tuple[Reply, int]] = deque()
         self._done = self._total = 0
+        self._is_changed = self._is_cut = False
+        """The large file that is being sent was changed, or made shorter, since it was opened."""
 
     def run(self, fits: Callable[[int], None]) -> None:
         """Moves everything. `fits` is called with the bytes that are needed, and raises if they do not fit."""
@@ -180,7 +185,8 @@ class Transfer:
         """Of the files that are needed, those whose content differs."""
         asked: list[tuple[int, int, str, Reply]] = []
         for number, state, there, digest in check("compare", answer.result()):
-            if not 0 <= number < len(self._rows) or self._rows[number][1] != FILE or there < 0:
+            is_file = 0 <= number < len(self._rows) and self._rows[number][1] == FILE
+            if not is_file or not 0 <= there <= 2 * LARGEST:
                 raise ProtocolError(f"no file {number} in this transfer")
             if state == NEWER:
                 self.report.note(self._rows[number][0], "newer on the host: kept")
@@ -213,15 +219,15 @@ class Transfer:
     def _send_large(self, numbers: Sequence[int]) -> None:
         begun = deque(self._target.ask("begin", number) for number in numbers[:1])
         for number, following in zip_longest(numbers, numbers[1:]):
-            size = self._size(number)
             at = self._resumed(number, *check("begin", begun.popleft().result()))
             if following is not None:
                 begun.append(self._target.ask("begin", following))
             self._advance(at)
-            for place in range(at, size, PIECE) if at < size else (size,):  # nothing may be missing but its name
-                self._read("piece", number, place, min(PIECE, size - place))
-            self._pass_all_on()
-            self.report.sent += 1
+            if self._send_pieces(number, at) or self._send_pieces(number, 0):
+                self.report.sent += 1
+            else:
+                self._target.ask("discard", number).result()
+                self.report.note(self._rows[number][0], "changed while it was read")
         while self._writing:
             self._wait_for_writing(0)
 
@@ -229,7 +235,29 @@ class Transfer:
         """Where to resume: after what an earlier transfer has left, if that is the beginning of the file."""
         if not 0 < size <= self._size(number):
             return 0
-        return size if check("digest", self._source.ask("digest", number, size).result()) == digest else 0
+        return size if check("hold", self._source.ask("hold", number, size).result()) == digest else 0
+
+    def _send_pieces(self, number: int, at: int) -> bool:
+        """Sends a large file, from `at` on. Returns False, without its last piece, if that would be a mixture.
+
+        Lines that are appended to a log meanwhile do not matter.
+        """
+        self._is_changed = self._is_cut = False
+        size = self._size(number)
+        last = at + (size - at - 1) // PIECE * PIECE if at < size else size  # nothing may be missing but its name
+        for place in range(at, last, PIECE):
+            self._read("piece", number, place, PIECE)
+        reply = self._source.ask("piece", number, last, size - last)
+        self._pass_all_on()
+        is_changed, data = check("piece", reply.result())
+        if self._is_cut or len(data) < size - last:
+            return False
+        if self._is_changed or is_changed:
+            sent = check("drafted", self._target.ask("drafted", number).result())
+            if sent != check("digest_held", self._source.ask("digest_held", last).result()):
+                return False
+        self._pass_piece(number, last, size - last, is_changed, data)
+        return True
 
     def _read(self, request: str, *arguments: Any) -> None:
         self._reading.append((request, arguments, self._source.ask(request, *arguments)))
@@ -262,10 +290,13 @@ class Transfer:
                 self.report.sent += 1
         self._writing.append((self._target.ask("store", found, data), len(data)))
 
-    def _pass_piece(self, number: int, at: int, size: int, data: Any) -> None:
-        if len(data) != size:
+    def _pass_piece(self, number: int, at: int, size: int, is_changed: bool, data: Any) -> None:
+        if len(data) > size:
             raise ProtocolError(f"{len(data)} bytes where {size} were requested")
-        self._writing.append((self._target.ask("piece", number, at, data), len(data)))
+        self._is_changed |= is_changed
+        self._is_cut |= len(data) < size
+        if not self._is_cut:
+            self._writing.append((self._target.ask("piece", number, at, data), len(data)))
 
     def _wait_for_writing(self, most: int) -> None:
         while len(self._writing) > most:

@@ -24,7 +24,7 @@ from skyfab.calls.project import note_laid_out
 from skyfab.calls.results import unpack_result
 from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, SkyfabError, UsageError
 from skyfab.files.entries import Entry, name, walk
-from skyfab.files.source import Source
+from skyfab.files.source import Source, expected
 from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Report, Side, Transfer, check
 from skyfab.host.ask.files import serve
@@ -44,6 +44,7 @@ _PACE: Final = 0.1
 _SHOWN: Final = 20
 """Paths that are left out and shown."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_AGAIN: Final = "run it again: it resumes where it stopped"
 _workers = itertools.count(1)
 AnyPath = str | os.PathLike[str]
 
@@ -112,8 +113,9 @@ class Files:
                 if laid_out is not None:
                     note_laid_out(there, str(laid_out))
                 entries = [(_renamed(entry, name(called)), path) for entry, path in found] if is_file else found
-                transfer = self._transfer(node, "sending files", Here(Source(entries, own)), remote)
-                transfer.run(functools.partial(_fits, room, node.name))
+                with closing(Source(entries, own)) as source:
+                    transfer = self._transfer(node, "sending files", Here(source), remote)
+                    transfer.run(functools.partial(_fits, room, node.name))
                 return transfer.report
 
         return self._on_each(send, nodes)
@@ -132,7 +134,7 @@ class Files:
                 patterns = [os.fsencode(path) for path in paths]
                 places[node.name] = check("send", remote.ask("send", patterns).result())
                 place = folder / node.name if apart else folder
-                target = Target(os.fsencode(place))
+                target = Target(os.fsencode(place), expects=expected(patterns))
                 try:
                     transfer = self._transfer(node, "fetching files", remote, Here(target))
                     transfer.report.folder = _typed(place)
@@ -219,7 +221,7 @@ class Remote:
             raise HostLost(
                 "it was lost during the transfer",
                 host=self._node.name,
-                hint="run it again: it resumes where it stopped",
+                hint=_AGAIN,
             )
         *words, last = (request, *arguments)
         if isinstance(last, (bytes, memoryview)) and request in ("store", "piece"):
@@ -247,6 +249,8 @@ class Answer(Reply):
     def result(self) -> Any:
         """Waits for the reply. Raises HostUnfit for an error of the host's system."""
         message, buffers = self.wait()
+        if isinstance(message, messages.Ended):
+            raise _unfit(errno.ESTALE, "the process of the transfer was killed", self._host)
         if not isinstance(message, messages.Result) or not buffers:
             return unpack_result(message, buffers, host=self._host, rank=None, label="a transfer", untrusted=True)
         try:
@@ -254,7 +258,7 @@ class Answer(Reply):
             if "value" not in found:
                 raise _unfit(int(found["errno"] or 0), str(found["text"]), self._host)
             return found["value"] if len(buffers) == 1 else [*found["value"], *buffers[1:]]
-        except (ValueError, TypeError, KeyError, RecursionError) as error:
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"not a reply to {self._request}", host=self._host) from error
 
 
@@ -265,7 +269,11 @@ def _server() -> PackedFunction:
 
 
 def _unfit(number: int, text: str, host: str) -> HostUnfit:
-    hint = "free some space on it, or send to another disk (to=…, --to=…)" if number in _FULL else None
+    hint = None
+    if number in _FULL:
+        hint = "free some space on it, or send to another disk (to=…, --to=…)"
+    elif number == errno.ESTALE:
+        hint = _AGAIN
     return HostUnfit(text, host=host, hint=hint)
 
 

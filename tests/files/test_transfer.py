@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import itertools
 import os
+import shutil
 import stat
 import threading
 import time
@@ -17,7 +21,7 @@ from skyfab.errors import ProtocolError
 from skyfab.files import draft
 from skyfab.files.draft import Draft, part_of
 from skyfab.files.entries import FILE, FOLDER, LINK, Entry, walk
-from skyfab.files.source import GONE, PIECE, SMALL, Source, matching
+from skyfab.files.source import GONE, PIECE, SMALL, Source, expected, matching
 from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Report, Transfer
 
@@ -32,9 +36,9 @@ def move(
     skipped: list[Any] = []
     target = Target(os.fsencode(to), keep_newer=keep_newer)
     try:
-        source = Source(walk(os.fsencode(top), b"", skipped), skipped)
-        transfer = Transfer(Here(source), Here(target), progress)
-        transfer.run(lambda size: None)
+        with contextlib.closing(Source(walk(os.fsencode(top), b"", skipped), skipped)) as source:
+            transfer = Transfer(Here(source), Here(target), progress)
+            transfer.run(lambda size: None)
         return transfer.report
     finally:
         target.close()
@@ -268,14 +272,186 @@ def test_files_that_grow_while_they_are_read(tmp_path: Path) -> None:
     assert ([size for _, size, _ in found], len(data)) == ([SMALL, GONE], SMALL)
 
 
-def test_a_large_file_that_becomes_shorter_is_an_error(tmp_path: Path) -> None:
-    (tmp_path / "large").write_bytes(bytes(2 * PIECE))
-    source = Source(list(walk(os.fsencode(tmp_path / "large"), b"large", [])), [])
+LARGE = 5 * PIECE + 7
+
+
+@pytest.fixture
+def large(tmp_path: Path) -> Path:
+    """A large file, and a small one beside it."""
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "small").write_text("small")
+    made = tmp_path / "from" / "large"
+    made.write_bytes(b"a" * LARGE)
+    return made
+
+
+def move_while(change: Callable[[int], None], large: Path) -> tuple[Report, Path]:
+    """Moves the folder of a large file, with one request ahead. Calls `change` after each piece, with its number."""
+    calls = itertools.count(1)
+    to = large.parent.parent / "to"
+    skipped: list[Any] = []
+    target = Target(os.fsencode(to))
+
+    class Watched(Source):
+        def piece(self, number: int, at: int, size: int) -> tuple[bool, bytes]:
+            found = super().piece(number, at, size)
+            change(next(calls))
+            return found
+
+    with (
+        contextlib.closing(target),
+        contextlib.closing(Watched(walk(os.fsencode(large.parent), b"", skipped), skipped)) as source,
+    ):
+        transfer = Transfer(Here(source), Here(target), lambda done, total: None)
+        transfer.run(lambda size: None)
+    assert (to / "small").read_text() == "small"
+    return transfer.report, to / "large"
+
+
+def test_a_file_that_is_replaced_while_it_is_read_arrives_as_it_was(large: Path) -> None:
+    def replace(number: int) -> None:
+        if number == 3:
+            other = large.with_name("other")
+            other.write_bytes(b"b" * LARGE)
+            other.replace(large)
+
+    report, arrived = move_while(replace, large)
+    assert arrived.read_bytes() == b"a" * LARGE
+    assert report.skipped == []
+
+
+def test_a_file_that_is_changed_while_it_is_read_is_read_again(large: Path) -> None:
+    report, arrived = move_while(lambda number: number == 3 and large.write_bytes(b"b" * LARGE), large)
+    assert arrived.read_bytes() == b"b" * LARGE
+    assert (report.sent, report.skipped) == (2, [])
+
+
+def test_a_file_that_is_changed_all_the_time_is_left_out(large: Path) -> None:
+    """What is there stays, and no draft is left."""
+    to = large.parent.parent / "to"
+    to.mkdir()
+    (to / "large").write_text("of yesterday")
+    report, arrived = move_while(lambda number: large.write_bytes(bytes([number]) * LARGE), large)
+    assert arrived.read_text() == "of yesterday"
+    assert report.skipped == [("large", "changed while it was read")]
+    assert report.sent == 1
+    assert sorted(path.name for path in to.iterdir()) == ["large", "small"]
+
+
+def test_a_log_that_grows_while_it_is_read_arrives(large: Path) -> None:
+    def append(number: int) -> None:
+        with large.open("ab") as file:
+            file.write(b"more")
+
+    report, arrived = move_while(append, large)
+    assert arrived.read_bytes() == b"a" * LARGE
+    assert report.skipped == []
+
+
+@pytest.mark.parametrize("change", [lambda file: os.truncate(file, PIECE), Path.unlink], ids=["shorter", "removed"])
+def test_a_file_that_becomes_shorter_or_vanishes_is_left_out(large: Path, change: Callable[[Path], None]) -> None:
+    entries = list(walk(os.fsencode(large.parent), b"", []))
+    change(large)
+    with contextlib.closing(Target(os.fsencode(large.parent.parent / "to"))) as target:
+        with contextlib.closing(Source(entries, [])) as source:
+            transfer = Transfer(Here(source), Here(target), lambda done, total: None)
+            transfer.run(lambda size: None)
+    assert transfer.report.skipped == [("large", "changed while it was read")]
+    assert [path.name for path in (large.parent.parent / "to").iterdir()] == ["small"]
+
+
+def test_a_resumed_file_is_the_one_that_was_compared(large: Path) -> None:
+    """Another one gets its name between the comparison with what is there and the next piece."""
+    source = Source(list(walk(os.fsencode(large), b"large", [])), [])
     source.rows()
-    os.truncate(tmp_path / "large", PIECE)
-    source.piece(0, 0, PIECE)
-    with pytest.raises(OSError, match="truncated"):
-        source.piece(0, PIECE, PIECE)
+    with contextlib.closing(source):
+        assert source.hold(0, PIECE) == digest_of_bytes(b"a" * PIECE)
+        large.with_name("other").write_bytes(b"b" * LARGE)
+        large.with_name("other").replace(large)
+        assert source.piece(0, PIECE, PIECE) == (False, b"a" * PIECE)
+        assert source.digest_held(LARGE) == digest_of_bytes(b"a" * LARGE)
+
+
+def digest_of_bytes(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def test_a_folder_that_vanishes_while_it_is_listed_is_left_out(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "file").touch()
+    skipped: list[Any] = []
+    found = walk(os.fsencode(tmp_path), b"", skipped)
+    names = [next(found)[0].path, next(found)[0].path]
+    shutil.rmtree(tmp_path / "b")
+    names += [entry.path for entry, _ in found]
+    assert names == [b"a", b"b", b"a/file"]
+    assert skipped == [(b"b", "removed while it was read")]
+
+
+@pytest.mark.parametrize("planted", ["link", "owner"])
+def test_a_draft_that_another_user_may_have_planted_is_not_used(tmp_path: Path, large: Path, planted: str) -> None:
+    (tmp_path / "to").mkdir()
+    draft_file = tmp_path / "to" / os.fsdecode(part_of(b"large"))
+    draft_file.write_bytes(b"a" * PIECE)
+    if planted == "link":
+        os.link(draft_file, tmp_path / "theirs")
+    elif os.geteuid():
+        pytest.skip("needs root")
+    else:
+        os.chown(draft_file, 12345, 12345)
+    move(large.parent, tmp_path / "to")
+    assert (tmp_path / "to" / "large").read_bytes() == large.read_bytes()
+    assert draft_file.read_bytes() == b"a" * PIECE
+
+
+# ---- what was requested
+
+
+@pytest.mark.parametrize(
+    ("pattern", "accepted", "refused"),
+    [
+        ("ckpt", "ckpt ckpt/a/b", "ckptx train.py .ssh/authorized_keys"),
+        ("ckpt/*", "ckpt/a ckpt/a/.b", "ckpt/.a ckpt other"),
+        ("*.pt", "a.pt", "x/a.pt .pt a.py"),
+        ("*", "train.py a/.b", ".bashrc .git/hooks/post-checkout"),
+        ("**/*.pt", "c.pt a/b/c.pt", ".git/c.pt a/c.py"),
+        ("**", "a a/b/.c", ".ssh"),
+        ("d/**", "d d/.a/b", "e"),
+        (".", "a .ssh/b", ""),
+        ("/data/x", "x x/y", "data/x y"),
+        ("../d/e*", "ef", "d/ef f"),
+        ("~/m/*.txt", "a.txt", ".ssh m/a.txt"),
+        ("~", "ada ada/.bashrc", ".ssh/a"),
+        ("./a/../b/", "b b/c", "a"),
+        ("a[1].txt", "a[1].txt a1.txt", "a2.txt"),
+        (".env", ".env", ".bashrc env"),
+    ],
+)
+def test_paths_that_a_pattern_may_list(pattern: str, accepted: str, refused: str) -> None:
+    expects = expected([pattern.encode()])
+    assert [path for path in accepted.split() if not expects(path.encode())] == []
+    assert [path for path in refused.split() if expects(path.encode())] == []
+
+
+def test_what_was_not_requested_is_not_written(tmp_path: Path) -> None:
+    with contextlib.closing(Target(os.fsencode(tmp_path), expects=expected([b"ckpt/*.pt"]))) as target:
+        target.compare([Entry(b"ckpt/a.pt", FILE, 1, 0, 0o644).row])
+        for row in (Entry(b"train.py", FILE, 1), Entry(b".ssh", FOLDER, mode=0o777), Entry(b"b", LINK, link=b"ckpt")):
+            with pytest.raises(ProtocolError, match="was not requested"):
+                target.compare([row.row])
+    assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+def test_folders_that_were_there_keep_their_modes(tmp_path: Path) -> None:
+    for folder in ("from/old", "from/new", "to/old"):
+        (tmp_path / folder).mkdir(parents=True)
+    for folder in ("old", "new"):
+        (tmp_path / "from" / folder).chmod(0o777)
+    (tmp_path / "to" / "old").chmod(0o700)
+    move(tmp_path / "from", tmp_path / "to")
+    modes = [(tmp_path / "to" / folder).stat().st_mode & 0o777 for folder in ("old", "new")]
+    assert modes == [0o700, 0o777]
 
 
 # ---- patterns

@@ -5,6 +5,7 @@ A reply is JSON and, beside it, the content of files: nothing that comes from a 
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import zlib
@@ -28,6 +29,8 @@ _side: Source | Target | None = None
 def serve(request: str, *arguments: Any) -> Payload:
     """Carries out a request. Data of files, if any, is the last argument or part of the reply."""
     try:
+        if _side is None and request not in _REQUESTS:
+            raise OSError(errno.ESTALE, "the process of the transfer was killed")
         found = _REQUESTS[request](*arguments) if request in _REQUESTS else getattr(_side, request)(*arguments)
     except OSError as error:
         return Payload(json.dumps({"errno": error.errno, "text": words(error)}).encode())

@@ -1,4 +1,4 @@
-"""Asks hosts for a command of `skyfab`: connections, installations and output are shown, and Ctrl-C ends all of it."""
+"""Asks hosts a question for a command: shows connections, installations and output, and stops at Ctrl-C."""
 
 from __future__ import annotations
 

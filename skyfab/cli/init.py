@@ -1,4 +1,4 @@
-"""`skyfab init`: from ssh_config and known_hosts to an inventory.toml with hosts that work."""
+"""`skyfab init`: writes an inventory.toml with the usable hosts of ssh_config and known_hosts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All commands of `skyfab`, and its program.
+"""The list of all commands of `skyfab`, and its main function.
 
 ``skyfab``, ``invoke`` and ``./inv`` run the same commands; each is declared in a module of `skyfab.cli`.
 """

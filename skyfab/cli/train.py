@@ -1,4 +1,4 @@
-"""`skyfab train`: a demo that sends a small digit classifier to hosts, trains it on all ranks (DDP), evaluates it."""
+"""`skyfab train`: a demo: sends a small digit classifier to hosts, trains it on all ranks (DDP) and evaluates it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of operators that are not tensors of the device, or not as its host has them."""
+"""Arguments of operators that cannot be sent unchanged: tensors of other devices, lazy views, generators."""
 
 from __future__ import annotations
 

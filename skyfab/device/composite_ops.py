@@ -1,4 +1,4 @@
-"""Operators that PyTorch composes of many others, as one instruction each way.
+"""Composite operators, such as attention: one instruction forward and one backward instead of many.
 
 The host keeps the autograd graph of the forward for the backward, under a handle that is freed like a tensor.
 """

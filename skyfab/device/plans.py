@@ -1,4 +1,4 @@
-"""Plans: how a kind of call is executed, as the client and the host have agreed on it."""
+"""Plans: how an operator is executed with certain shapes, dtypes and options; sent to the host once."""
 
 from __future__ import annotations
 

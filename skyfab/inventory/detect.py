@@ -1,4 +1,4 @@
-"""The sources of hosts, and which of them a word or a file is."""
+"""Lists the sources of hosts, and detects which of them a word or a file is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parses and validates inventory.toml, and such tables from other sources. Reports all mistakes at once."""
+"""Parses and validates inventory.toml, and tables like it from other sources. Reports all mistakes together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Source`: a kind of place that hosts come from, such as hostfiles or Slurm. Each module of one has a `SOURCE`.
+"""`Source`: where hosts can come from, such as hostfiles or Slurm. The module of each kind has a `SOURCE`.
 
 `Contents` is what a source has, `Mistakes` what is wrong with it.
 """

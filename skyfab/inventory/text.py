@@ -1,4 +1,4 @@
-"""Reads the files that list hosts: text, or an InventoryError."""
+"""Reads the text of files that list hosts; raises InventoryError if that fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hints of the command line: commands in them work when they are pasted, also after ``--inventory=…`` or ``./inv``."""
+"""Adapts the commands in hints so that they work when pasted, also after ``--inventory=…`` or ``./inv``."""
 
 from __future__ import annotations
 

@@ -44,7 +44,7 @@ def lab_up(
 def lab_down() -> None:
     """Remove the temporary hosts.
 
-    Leaves no processes, networks or files of theirs.
+    Removes their processes, networks and files.
 
         skyfab lab.down
     """

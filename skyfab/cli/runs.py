@@ -47,7 +47,7 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
     elif found:
         show_runs(found)
     elif not errors:
-        print(HINTS.adapted("no runs found; of other hosts: skyfab runs --inventory=FILE"), file=sys.stderr)
+        print(HINTS.adapted("no runs found; for other hosts: skyfab runs --inventory=FILE"), file=sys.stderr)
     for error in errors:
         print(report.text(error), file=sys.stderr)
     return 3 if errors else 0

@@ -8,8 +8,7 @@ from typing import Final
 
 from skyfab.inventory import ansible, file, hostfile, slurm, ssh_config
 from skyfab.inventory.host import expanded
-from skyfab.inventory.source import Contents, Source
-from skyfab.inventory.text import read_text
+from skyfab.inventory.source import Contents, Source, read_text
 
 _SOURCES: Final[tuple[Source, ...]] = (
     file.SOURCE,

@@ -185,6 +185,4 @@ def _lines(host: Host) -> Iterator[str]:
 def _value(value: object) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{bare(key)} = {_value(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_value, value))}]"
     return toml.dumps(value)

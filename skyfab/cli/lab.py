@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -62,8 +63,6 @@ def lab_status(json_: Json = False) -> None:
         skyfab lab.status
         skyfab lab.status --json
     """
-    import os
-
     from skyfab import lab
     from skyfab.lab.persistent import find
 

@@ -32,7 +32,7 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
     """List detached runs, the latest first.
 
     Shows the ID, state, start, ranks, GPUs, hosts, name and last line of each. Without --hosts, includes runs on this
-    machine. Exits with 3 if a host does not answer.
+    machine. Exits with 3 if a host does not respond.
 
         skyfab runs
         skyfab runs node1

@@ -15,7 +15,7 @@ def stacks(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = F
 
     Shows the Python stack of each of your ranks on the hosts, whichever program started it, even if it hangs in a
     collective: "3 ranks in all_reduce at …, 1 rank in load at …". Does not disturb the ranks. Exits with 3 if a host
-    does not answer.
+    does not respond.
 
         skyfab stacks
         skyfab stacks node1 node2

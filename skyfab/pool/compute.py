@@ -125,7 +125,7 @@ class Compute(ShownAsTable):
         `ranks` is the number of processes of a broadcast on each host; ``"auto"``: one for each GPU, or one. `image` is
         their environment, `plugins` set them up, `env` has further variables.
 
-        `lease` is how many seconds hosts and this program wait for a lost connection; a host that does not answer for
+        `lease` is how many seconds hosts and this program wait for a lost connection; a host that does not respond for
         `heartbeat_timeout` seconds while others do is lost. `timeout` is the default for functions. `ui` is how events
         are shown: live (``"rich"``), as lines (``"plain"``), not at all (``"none"``), or the best choice (``"auto"``).
 

@@ -33,10 +33,6 @@ def there(value: Any) -> Any:
     return loads(payload.data, land(payload))
 
 
-def same_storage(first: Any, second: Any) -> bool:
-    return bool(first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr())
-
-
 # ---- tensors of every kind
 
 big = 5000

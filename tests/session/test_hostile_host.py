@@ -288,9 +288,9 @@ def test_a_wrong_answer_ends_the_host_and_not_the_program() -> None:
         for _ in range(5):
             session.send(messages.Has(names=[]), answer=lambda *_: None, failure=errors.append)
         puppet.say(HEADER.pack(99, 0, 0, 0))
-        session.wait(lambda: len(errors) == 5 and bool(listener.lost_with), timeout=170)
+        session.wait(lambda: len(errors) == 5 and bool(listener.told), timeout=170)
         assert len(errors) == 5
-        assert len(listener.lost_with) == 1
+        assert len(listener.told) == 1
         with pytest.raises(sky.SkyfabError):
             session.send(messages.Has(names=[]))
 

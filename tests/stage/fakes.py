@@ -20,7 +20,6 @@ class Listener:
     def __init__(self) -> None:
         self.lines: list[tuple[str, str]] = []
         self.exits: list[str] = []
-        self.lost_with: list[Exception] = []
         self.told: list[str] = []
         self.others = False
 
@@ -32,7 +31,6 @@ class Listener:
         self.exits.append(worker)
 
     def on_lost(self, error: Exception) -> None:
-        self.lost_with.append(error)
         self.told.append(f"lost: {error}")
 
     def on_disconnect(self, reason: str) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from skyfab._util.hints import HINTS
 from skyfab.calls.project import with_local_paths
 from skyfab.errors import (
     CallCancelled,
@@ -27,26 +28,6 @@ from skyfab.protocol.messages import Message
 
 _LONGEST: Final = 1000
 """Longest path, in characters, that is looked up."""
-
-
-def image_option(name: str, value: str = "") -> str:
-    """An argument of `Image` as users write it; the command line shows its own option instead.
-
-    >>> image_option("pip"), image_option("pip", "numpy"), image_option("python", "3.11")
-    ('Image(pip=…)', "Image(pip=['numpy'])", "Image(python='3.11')")
-    """
-    if name in ("pip", "includes") and value:
-        return f"Image({name}=[{value!r}])"
-    return f"Image({name}={repr(value) if value else '…'})"
-
-
-def index_option(url: str, packages: Sequence[str] = ()) -> str:
-    """An index of an image as users write it.
-
-    >>> index_option("URL", ["torch", "…"])
-    "PipIndex('URL', packages=('torch', '…'))"
-    """
-    return f"PipIndex({url!r}, packages={tuple(packages)!r})" if packages else f"PipIndex({url!r})"
 
 
 def unpack_result(
@@ -165,10 +146,10 @@ def _noted(error: BaseException, host: str) -> str:
 
 def _note(error: BaseException, host: str) -> str | None:
     if isinstance(error, ModuleNotFoundError):
-        package = image_option("pip", _package(error.name))
-        return f"hint: on {host}: {package} installs it, Image(includes=[…]) sends a module of your own"
+        package, own = HINTS.image("pip", _package(error.name)), HINTS.image("includes")
+        return f"hint: on {host}: {package} installs it, {own} sends a module of your own"
     if isinstance(error, FileNotFoundError) and (here := _found_here(error.filename)):
-        included = image_option("includes", os.path.relpath(here))
+        included = HINTS.image("includes", os.path.relpath(here))
         return f"hint: {here} exists on this machine, not on {host}: {included} sends it along"
     if type(error) is EOFError and str(error) == "EOF when reading a line":
         return f"hint: processes on {host} have no keyboard input: pass the value as an argument"

@@ -11,9 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, TextIO, get_args, get_origin
 
+from skyfab._util.hints import HINTS
 from skyfab.cli import report
 from skyfab.cli.sigterm import SIGTERM
-from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import unwritten
 
 
@@ -192,7 +192,7 @@ class Command:
         bound = self._signature.bind_partial(**given)
         if self.rest is not None:
             bound.arguments[self.rest.name] = tuple(rest)
-        with HINTS.inventory_is(given.get("inventory")):
+        with HINTS.of_command(given.get("inventory")):
             if code := _reported(lambda: self.function(*bound.args, **bound.kwargs)):
                 raise Exit(code=code)
 

@@ -7,12 +7,12 @@ import sys
 from concurrent.futures import Future
 from typing import Any, Final, TypeVar
 
+from skyfab._util.hints import HINTS
 from skyfab.calls.call import Call
 from skyfab.cli.sigterm import SIGTERM
 from skyfab.detached.run import Run
 from skyfab.pool.compute import Compute
 from skyfab.pool.futures import note_stopped
-from skyfab.ui.hints import HINTS
 from skyfab.ui.prompt import TERMINAL
 
 R = TypeVar("R")

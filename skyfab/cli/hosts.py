@@ -6,10 +6,10 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
+from skyfab._util.hints import HINTS
 from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, command
 from skyfab.errors import HostUnfit, UsageError
-from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean_lines, is_rich
 
 if TYPE_CHECKING:

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
+from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted
 from skyfab.cli.command import Option, command
 from skyfab.errors import HostKeyRefused, SkyfabError, UsageError
-from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean, clean_lines, is_rich
 
 if TYPE_CHECKING:

@@ -6,9 +6,9 @@ import os
 import sys
 from typing import Annotated
 
+from skyfab._util.hints import HINTS
 from skyfab.cli import report
 from skyfab.cli.command import Json, Option, command
-from skyfab.ui.hints import HINTS
 
 
 @command

@@ -12,10 +12,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
+from skyfab._util.hints import HINTS
 from skyfab._util.suggest import nearest
 from skyfab.cli.command import Command
 from skyfab.errors import UsageError
-from skyfab.ui.hints import HINTS
 
 _WIDEST: Final = 100
 """Columns of text that are still comfortable to read."""

@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict
-from typing import Any, Final
+from typing import Any
 
+from skyfab._util.hints import HINTS
 from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError
-from skyfab.ui.hints import HINTS
-
-_OPTIONS: Final = (
-    (r"Image\(includes=\['[^']*'\]\) sends it along", r"--sync sends the script's folder"),
-    (r", Image\(includes=\[…\]\) sends a module of your own", r"; --sync sends the script's folder"),
-    (r"Image\((\w+)=(?:\[?'([^']*)'\]?|(…))\)", r"--\1=\2\3"),
-)
-"""What errors say about arguments of `Image`, and the options of the command line for them."""
 
 
 def print_json(value: Any) -> None:
@@ -39,20 +31,4 @@ def text(error: BaseException) -> str:
     from skyfab.ui import failure
 
     lines = failure.summary(error, "error: ").split("\n")
-    return "\n".join(HINTS.adapted(as_options(line)) if "hint: " in line else as_options(line) for line in lines)
-
-
-def as_options(line: str) -> str:
-    """The line with options of the command line instead of arguments of `Image`.
-
-    >>> as_options("Image(pip=…), Image(python='3.11'), Image(pip=['numpy']), PipIndex('URL', packages=('a', '…'))")
-    '--pip=…, --python=3.11, --pip=numpy, --index=URL=a,…'
-    """
-    for pattern, option in _OPTIONS:
-        line = re.sub(pattern, option, line)
-    return re.sub(r"PipIndex\('([^']*)'(?:, packages=\((.*?)\))?\)", _index, line)
-
-
-def _index(found: re.Match[str]) -> str:
-    packages = re.findall(r"'([^']*)'", found[2] or "")
-    return f"--index={found[1]}={','.join(packages) or '…'}"
+    return "\n".join(HINTS.adapted(line) if "hint: " in line else line for line in lines)

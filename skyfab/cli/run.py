@@ -10,10 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
+from skyfab._util.hints import HINTS
 from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Nodes, Option, Ranks, Where, Workdir, command
 from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
 from skyfab.errors import BroadcastError, SkyfabError, UsageError
-from skyfab.ui.hints import HINTS
 
 if TYPE_CHECKING:
     from skyfab.pool.compute import Compute

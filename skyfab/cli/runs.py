@@ -6,10 +6,10 @@ import sys
 import time
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+from skyfab._util.hints import HINTS
 from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
 from skyfab.errors import UsageError
-from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean, clean_lines, settled
 
 if TYPE_CHECKING:

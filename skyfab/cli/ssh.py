@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from skyfab._util.hints import HINTS
 from skyfab.cli.command import InventoryFile, Option, command
 from skyfab.errors import UsageError
-from skyfab.ui.hints import HINTS
 
 if TYPE_CHECKING:
     from skyfab.inventory.host import Host

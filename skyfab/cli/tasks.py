@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import Final
 
 from skyfab import __version__
+from skyfab._util.hints import HINTS
 from skyfab.cli import report, verbose
 from skyfab.cli.command import Command, Exit, flush_output
 from skyfab.cli.parser import CommandLine
 from skyfab.cli.sigterm import SIGTERM
 from skyfab.errors import UsageError
-from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import unwritten
 
 _NAMES: Final = (

@@ -12,13 +12,13 @@ from pathlib import Path
 from typing import Final
 
 from skyfab._util import schema
+from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted, readable
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol.blobs import name_of
 from skyfab.ui.events import FilesWritten
-from skyfab.ui.hints import HINTS
 
 _LIMITS: Final = schema.Limits(characters=1000, items=1000)
 _NAMES: Final = 3

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import TYPE_CHECKING, Final
 
+from skyfab._util.hints import HINTS
 from skyfab.calls.image import Image
-from skyfab.calls.results import image_option
 from skyfab.env.facts import Facts, Target
 from skyfab.errors import HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
@@ -144,13 +144,13 @@ def check(image: Image, python: str) -> None:
     """Checks an image before any host is contacted. Raises UsageError."""
     if image.python.startswith("/") and (image.pip or image.lock or image.apt):
         raise UsageError(
-            f"{image_option('python', image.python)} is used unchanged: nothing is installed into it",
+            f"{HINTS.image('python', image.python)} is used unchanged: nothing is installed into it",
             hint="omit python, or omit pip, lock and apt",
         )
     wanted = image.python if image.python[0].isdigit() else python
     if wanted.split(".")[:2] != python.split("."):
         raise UsageError(
-            f"{image_option('python', image.python)}, but this program runs {python}: hosts must run the same Python"
+            f"{HINTS.image('python', image.python)}, but this program runs {python}: hosts must run the same Python"
             " minor version as this machine",
-            hint=f"run this program with Python {image.python}, or use {image_option('python', python)}",
+            hint=f"run this program with Python {image.python}, or use {HINTS.image('python', python)}",
         )

@@ -111,7 +111,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
     ours = {
         name for name in loaded if name.startswith("skyfab.") and not name.startswith(("skyfab.cli", "skyfab._util"))
     }
-    assert ours == {"skyfab.errors", "skyfab.ui", "skyfab.ui.hints", "skyfab.ui.terminal"}
+    assert ours == {"skyfab.errors", "skyfab.ui", "skyfab.ui.terminal"}
     assert not loaded & {"skyfab.pool.each_host", "skyfab.cli.host_keys"}
     assert not loaded & {"fabric", "invoke", "rich", "shtab"}
 

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Final
 
+from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted
 from skyfab.inspect.doctor.finding import LEVELS, SECTIONS, Finding, worst
 from skyfab.inventory.file import bare
 from skyfab.inventory.host import Host
-from skyfab.ui.hints import HINTS
 from skyfab.ui.terminal import clean
 
 _IPV4: Final = r"\b[0-9]{1,3}(?:\.[0-9]{1,3}){3}\b"
@@ -45,12 +45,12 @@ def lines(findings: Sequence[Finding], hosts: int, inventory: str = "inventory.t
     yield f"{counted(hosts, 'host')}: {state(findings)}"
 
 
-def _alike(findings: Iterable[Finding]) -> Iterator[tuple[tuple[str, str, str], list[Finding]]]:
+def _alike(findings: Iterable[Finding]) -> Iterable[tuple[tuple[str, str, str], list[Finding]]]:
     """What was found on several hosts is reported once."""
     found: dict[tuple[str, str, str], list[Finding]] = {}
     for one in findings:
         found.setdefault((one.level, one.what, one.fix), []).append(one)
-    yield from found.items()
+    return found.items()
 
 
 def state(findings: Sequence[Finding]) -> str:

@@ -192,7 +192,7 @@ def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
     from skyfab.ui.terminal import is_rich, put
 
     where = {number: part.host for part in run.parts for number in part.about.ranks}
-    shown = line_format(sys.stdout, sys.stderr)
+    shown = line_format()
     together = is_rich(sys.stdout, sys.stderr)
 
     def tell_failure(host: str, rank: int) -> None:

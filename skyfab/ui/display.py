@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from typing import Literal, TextIO
+from typing import Literal
 
 from skyfab.ui.events import Events, Output
 from skyfab.ui.notebook_view import NotebookView
@@ -18,8 +18,6 @@ def attach(
     events: Events,
     kind: Literal["auto", "rich", "plain"] = "auto",
     *,
-    stdout: TextIO | None = None,
-    stderr: TextIO | None = None,
     timeout: float = TIMEOUT,
     on_closed: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
@@ -29,15 +27,13 @@ def attach(
     A thread that emits an event waits up to `timeout` seconds for a slow output. `on_closed` is called, on another
     thread, when the output is a pipe that is no longer read.
     """
-    files = stdout or sys.stdout, stderr or sys.stderr
-    rich = kind == "rich" or (kind == "auto" and is_rich(*files))
     view: View
-    if kind == "auto" and stdout is stderr is None and is_notebook():
-        view = NotebookView(files[0], time.monotonic, timeout, events.waiting)
-    elif rich:
-        view = Screen(files[0], time.monotonic, timeout, events.waiting)
+    if kind == "auto" and is_notebook():
+        view = NotebookView(time.monotonic, timeout, events.waiting)
+    elif kind == "rich" or (kind == "auto" and is_rich(sys.stdout, sys.stderr)):
+        view = Screen(time.monotonic, timeout, events.waiting)
     else:
-        view = Plain(stdout, stderr, time.monotonic, timeout)
+        view = Plain(time.monotonic, timeout)
     view.on_closed = on_closed
     unsubscribe = events.subscribe(view)
 
@@ -48,7 +44,7 @@ def attach(
     return detach
 
 
-def line_format(stdout: TextIO, stderr: TextIO) -> Callable[[Output], str]:
-    """How a worker's line is shown in these files, as `attach` does."""
-    view: View = Screen(stdout, time.monotonic) if is_rich(stdout, stderr) else Plain(stdout, stderr, time.monotonic)
+def line_format() -> Callable[[Output], str]:
+    """How a worker's line is shown, as `attach` does."""
+    view: View = Screen(time.monotonic) if is_rich(sys.stdout, sys.stderr) else Plain(time.monotonic)
     return view.line

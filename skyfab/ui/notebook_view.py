@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from skyfab.errors import located
 from skyfab.ui.events import Event, Output
-from skyfab.ui.printer import Line, plain_line, put_lines
+from skyfab.ui.printer import Line, put_lines
 from skyfab.ui.screen import Screen
 from skyfab.ui.terminal import fitting, ipython
 
@@ -40,9 +40,6 @@ class NotebookView(Screen):
         if threading.current_thread() is threading.main_thread():
             self._context = contextvars.copy_context()
         super().__call__(event)
-
-    def line(self, event: Output) -> str:
-        return plain_line(event, colour=self._has_colours)
 
     def _prefix(self, event: Output) -> str:
         return located(event.host, event.rank)

@@ -14,8 +14,8 @@ import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import Final, TextIO
+from collections.abc import Callable
+from typing import Final
 
 from skyfab.errors import located
 from skyfab.ui.events import (
@@ -84,6 +84,7 @@ class View(ABC):
     def __init__(self, clock: Callable[[], float], timeout: float = TIMEOUT) -> None:
         self._clock = clock
         self._timeout = min(timeout, TIMEOUT)
+        self._has_colours = has_colours()
         self._states: dict[str, State] = {}
         """The last state of each host, in the order of their first events."""
         self._bars: dict[tuple[str, int | None, str], Output] = {}
@@ -162,9 +163,12 @@ class View(ABC):
             self._waiting -= len(self._lines.popleft()[1]) + _OVERHEAD
             self._dropped += 1
 
-    @abstractmethod
     def line(self, event: Output) -> str:
         """A line of a worker as it is shown."""
+        return f"{self._prefix(event)} {clean(event.text, colour=self._has_colours)}\n"
+
+    def _prefix(self, event: Output) -> str:
+        return located(event.host, event.rank)
 
     def _bar(self, event: Output) -> None:
         """A worker's progress bar changed."""
@@ -262,25 +266,14 @@ class View(ABC):
 class Plain(View):
     """Plain lines for files and pipes: ``node1[0] text``, each to the stream that it was written to.
 
-    The files are looked up at every write, as `print` does, unless they are given.
+    The files are looked up at every write, as `print` does.
     """
 
-    def __init__(
-        self,
-        stdout: TextIO | None,
-        stderr: TextIO | None,
-        clock: Callable[[], float],
-        timeout: float = TIMEOUT,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], timeout: float = TIMEOUT) -> None:
         super().__init__(clock, timeout)
-        self._files: dict[str, TextIO | None] = {"stdout": stdout, "stderr": stderr}
         self._shown: dict[tuple[str | int | None, ...], float] = {}
         self._told: list[Importing] = []
         """Imports that have a line."""
-        self._colour = has_colours()
-
-    def line(self, event: Output) -> str:
-        return plain_line(event, colour=self._colour)
 
     def _bar(self, event: Output) -> None:
         """Shows a progress bar every few seconds. Its last state is always shown, with the next line or at the end."""
@@ -326,15 +319,10 @@ class Plain(View):
         return _LONG / 4 if len(self._imports) > len(self._told) else None
 
     def _write(self, lines: list[Line]) -> None:
-        put_lines(lines, self._files)
+        put_lines(lines)
 
 
-def plain_line(event: Output, *, colour: bool) -> str:
-    """A line of a worker without a frame around it."""
-    return f"{located(event.host, event.rank)} {clean(event.text, colour=colour)}\n"
-
-
-def put_lines(lines: list[Line], files: Mapping[str, TextIO | None] | None = None) -> None:
-    """Writes each line to its own stream: that of `files`, else the one of `sys`."""
+def put_lines(lines: list[Line]) -> None:
+    """Writes each line to its own stream."""
     for stream, group in itertools.groupby(lines, key=lambda line: line[0]):
-        put((files or {}).get(stream) or getattr(sys, stream), "".join(text for _, text in group))
+        put(getattr(sys, stream), "".join(text for _, text in group))

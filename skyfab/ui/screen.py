@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final, TextIO
+from typing import Final
 
 from skyfab._util.sizes import counted
 from skyfab.errors import located
 from skyfab.ui.events import CallEnded, CallStarted, HostState, Mapped, Moved, Output, State, Waiting
 from skyfab.ui.printer import TIMEOUT, Imports, Line, View
 from skyfab.ui.prompt import TERMINAL
-from skyfab.ui.terminal import RESET, LiveLines, clean, fitting, has_colours, put
+from skyfab.ui.terminal import RESET, LiveLines, clean, fitting, put
 
 _TICK: Final = 0.1
 """Seconds between updates of the live lines on a terminal."""
@@ -30,20 +31,13 @@ class Screen(View):
 
     _spinners: Sequence[str] = tuple(f"{spinner} " for spinner in _SPINNER)
 
-    def __init__(
-        self,
-        file: TextIO,
-        clock: Callable[[], float],
-        timeout: float = TIMEOUT,
-        waiting: Waiting | None = None,
-    ) -> None:
+    def __init__(self, clock: Callable[[], float], timeout: float = TIMEOUT, waiting: Waiting | None = None) -> None:
         """`waiting` is true while the program waits for a call, and so prints nothing itself."""
         super().__init__(clock, timeout)
         self._calls = _Calls(clock, self._imports)
         self._waits = Waiting() if waiting is None else waiting
-        self._file = file
+        self._file = sys.stdout
         self._live = LiveLines()
-        self._has_colours = has_colours()
         self._width = 0
         self._colours: dict[str, str] = {}
         self._details: dict[str, str] = {}
@@ -52,9 +46,6 @@ class Screen(View):
         """Hosts that do not answer: since when, and the seconds until they are lost."""
         self._ready: list[str] = []
         self._since = 0.0
-
-    def line(self, event: Output) -> str:
-        return f"{self._prefix(event)} {clean(event.text, colour=self._has_colours)}\n"
 
     def _prefix(self, event: Output) -> str:
         place = located(event.host, event.rank)

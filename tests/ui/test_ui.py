@@ -8,9 +8,12 @@ from __future__ import annotations
 import io
 import os
 import re
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import TextIO
 
 import pytest
 from hypothesis import given
@@ -18,7 +21,8 @@ from hypothesis import strategies as st
 from stage.spot import until
 from stage.threads import at_once, begin
 
-from skyfab.ui import printer
+import skyfab.ui.screen
+from skyfab.ui import display, printer
 from skyfab.ui.display import attach
 from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Importing, Mapped, Output, State, Waiting
 from skyfab.ui.printer import Plain
@@ -112,24 +116,44 @@ def stderr() -> Recorder:
     return Recorder()
 
 
+WriteTo = Callable[[TextIO, TextIO], None]
+
+
 @pytest.fixture
-def plain(stdout: Recorder, stderr: Recorder, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> Iterator[Plain]:
+def write_to(monkeypatch: pytest.MonkeyPatch) -> WriteTo:
+    """Makes these files standard output and standard error of views; pytest sets those of `sys` before each phase."""
+
+    def set_files(stdout: TextIO, stderr: TextIO) -> None:
+        for module in (display, printer, skyfab.ui.screen):
+            monkeypatch.setattr(module, "sys", SimpleNamespace(stdout=stdout, stderr=stderr))
+
+    return set_files
+
+
+@pytest.fixture
+def plain(
+    stdout: Recorder, stderr: Recorder, clock: Clock, write_to: WriteTo, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Plain]:
     """A view whose thread never runs: only the test flushes."""
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(Plain, "_soon", lambda self: None)
     monkeypatch.setattr(Plain, "_finish", lambda self: self.flush())
-    made = Plain(stdout, stderr, clock)
+    write_to(stdout, stderr)
+    made = Plain(clock)
     yield made
     made.close()
 
 
 @pytest.fixture
-def screen(stdout: Recorder, clock: Clock, waiting: Waiting, monkeypatch: pytest.MonkeyPatch) -> Iterator[Screen]:
+def screen(
+    stdout: Recorder, clock: Clock, waiting: Waiting, write_to: WriteTo, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Screen]:
     monkeypatch.setattr(Screen, "_soon", lambda self: None)
     monkeypatch.setattr(Screen, "_finish", lambda self: self.flush())
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("LINES", "24")
-    made = Screen(stdout, clock, waiting=waiting)
+    write_to(stdout, sys.stderr)
+    made = Screen(clock, waiting=waiting)
     yield made
     made.close()
 
@@ -157,9 +181,10 @@ def test_each_stream_goes_to_its_own_file_in_order(plain: Plain, stdout: Recorde
     assert stderr.getvalue() == "node1[0] b\n"
 
 
-def test_both_streams_in_one_file_keep_their_order(clock: Clock) -> None:
+def test_both_streams_in_one_file_keep_their_order(clock: Clock, write_to: WriteTo) -> None:
     both = io.StringIO()
-    made = Plain(both, both, clock)
+    write_to(both, both)
+    made = Plain(clock)
     for number in range(6):
         made(out(str(number), err=number % 2 == 1))
     made.close()
@@ -197,12 +222,13 @@ class Paused(io.StringIO):
 
 
 def test_an_output_that_is_not_read_holds_up_no_thread_and_no_more_than_so_much_memory(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, write_to: WriteTo, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that emits may be the one that reads a host's stream: without it the host's lease would end."""
     monkeypatch.setattr(printer, "_MOST", 20_000)
     paused = Paused()
-    made = Plain(paused, paused, clock, timeout=0.1)
+    write_to(paused, paused)
+    made = Plain(clock, timeout=0.1)
 
     def emit() -> None:
         for number in range(1000):
@@ -224,9 +250,10 @@ def test_an_output_that_is_not_read_holds_up_no_thread_and_no_more_than_so_much_
     assert lines[-1] == "node1[0] line 999"
 
 
-def test_an_output_that_has_caught_up_is_waited_for_again(clock: Clock) -> None:
+def test_an_output_that_has_caught_up_is_waited_for_again(clock: Clock, write_to: WriteTo) -> None:
     paused = Paused()
-    made = Plain(paused, paused, clock, timeout=0.1)
+    write_to(paused, paused)
+    made = Plain(clock, timeout=0.1)
     made(out("a"))
     made(ended())
     paused.released.set()
@@ -520,20 +547,22 @@ def test_rich_is_for_terminals_that_can(environ: dict[str, str], rich: bool, mon
     assert not is_rich(FakeTty(), None)
 
 
-def test_auto_looks_at_both_files(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_looks_at_both_files(write_to: WriteTo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     for other, mark in ((FakeTty(), "│ hi"), (io.StringIO(), "node1[0] hi")):
         file, events = FakeTty(), Events()
-        detach = attach(events, "auto", stdout=file, stderr=other)
+        write_to(file, other)
+        detach = attach(events, "auto")
         events.emit(out("hi"))
         detach()
         assert mark in SGR.sub("", file.getvalue())
 
 
-def test_lines_appear_without_anybody_asking_and_the_thread_ends(stdout: Recorder) -> None:
+def test_lines_appear_without_anybody_asking_and_the_thread_ends(stdout: Recorder, write_to: WriteTo) -> None:
     events = Events()
-    detach = attach(events, "plain", stdout=stdout, stderr=stdout)
+    write_to(stdout, stdout)
+    detach = attach(events, "plain")
     events.emit(out("one"))
     until(lambda: stdout.getvalue() == "node1[0] one\n")
     events.emit(out("two"))
@@ -544,9 +573,10 @@ def test_lines_appear_without_anybody_asking_and_the_thread_ends(stdout: Recorde
     assert "unheard" not in stdout.getvalue()
 
 
-def test_nothing_is_lost_or_torn_when_many_hosts_speak(stdout: Recorder) -> None:
+def test_nothing_is_lost_or_torn_when_many_hosts_speak(stdout: Recorder, write_to: WriteTo) -> None:
     events = Events()
-    detach = attach(events, "plain", stdout=stdout, stderr=stdout)
+    write_to(stdout, stdout)
+    detach = attach(events, "plain")
 
     def speak(host: str) -> None:
         for number in range(2000):
@@ -560,9 +590,10 @@ def test_nothing_is_lost_or_torn_when_many_hosts_speak(stdout: Recorder) -> None
         assert mine == [f"node{number} {count}" for count in range(2000)]
 
 
-def test_a_pool_without_output_has_no_thread(stdout: Recorder) -> None:
+def test_a_pool_without_output_has_no_thread(stdout: Recorder, write_to: WriteTo) -> None:
     events = Events()
-    detach = attach(events, "plain", stdout=stdout, stderr=stdout)
+    write_to(stdout, stdout)
+    detach = attach(events, "plain")
     events.emit(HostState(host="local", state="ready"))
     events.emit(ended("local"))
     assert not [thread for thread in threading.enumerate() if thread.name == "skyfab-ui"]
@@ -578,12 +609,13 @@ def test_plain_writes_where_print_would(capsys: pytest.CaptureFixture[str]) -> N
     assert tuple(capsys.readouterr()) == ("node1[0] to stdout\n", "node1[0] to stderr\n")
 
 
-def test_a_reader_that_left_does_not_disturb_the_call(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_reader_that_left_does_not_disturb_the_call(capsys: pytest.CaptureFixture[str], write_to: WriteTo) -> None:
     source, sink = os.pipe()
     os.close(source)
     events = Events()
     with open(sink, "w", closefd=False) as file:
-        detach = attach(events, "plain", stdout=file, stderr=file)
+        write_to(file, file)
+        detach = attach(events, "plain")
         for _ in range(3):
             events.emit(out("x" * 100_000))
             events.emit(ended())
@@ -594,10 +626,11 @@ def test_a_reader_that_left_does_not_disturb_the_call(capsys: pytest.CaptureFixt
     assert tuple(capsys.readouterr()) == ("", "")
 
 
-def test_characters_that_the_file_cannot_hold_are_spelled_out() -> None:
+def test_characters_that_the_file_cannot_hold_are_spelled_out(write_to: WriteTo) -> None:
     raw = io.BytesIO()
     events = Events()
-    detach = attach(events, "plain", stdout=io.TextIOWrapper(raw, encoding="ascii", write_through=True))
+    write_to(io.TextIOWrapper(raw, encoding="ascii", write_through=True), sys.stderr)
+    detach = attach(events, "plain")
     events.emit(out("naïve 🙂"))
     events.emit(ended())
     assert raw.getvalue() == b"node1[0] na\\xefve \\U0001f642\n"

@@ -9,7 +9,6 @@ import time
 import zlib
 
 from skyfab.files.entries import PART, is_part
-from skyfab.files.source import digest_of
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
 if TYPE_CHECKING:
@@ -94,9 +93,6 @@ class Draft:
             return os.path.samestat(os.fstat(self.fd), os.stat(self._part, dir_fd=self._folder, follow_symlinks=False))
         except FileNotFoundError:
             return False
-
-    def digest(self) -> str:
-        return digest_of(self.fd, self.size)
 
     def cut(self, size: int) -> None:
         """Drops what comes after `size` bytes."""

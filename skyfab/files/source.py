@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import stat
@@ -52,11 +53,8 @@ class Source:
 
     def digest(self, number: int, size: int) -> str:
         """The sha256 of the first `size` bytes of a file; empty if it has fewer."""
-        fd, _ = self._open(number)
-        try:
+        with self._open(number) as (fd, _):
             return digest_of(fd, size)
-        finally:
-            os.close(fd)
 
     def pack(self, numbers: Sequence[int], most: int) -> tuple[list[list[int]], bytes]:
         """Small files as they are now, one after another: number, size and time of each; and the content.
@@ -68,17 +66,14 @@ class Source:
         room = most
         for number in numbers:
             try:
-                fd, about = self._open(number)
+                with self._open(number) as (fd, about):
+                    content = os.read(fd, min(about.st_size, SMALL) + 1)
+                    if len(content) > about.st_size:  # it has grown; or it is one of /proc, which have no size
+                        while len(content) <= SMALL and (more := os.read(fd, SMALL + 1 - len(content))):
+                            content += more
             except FileNotFoundError:
                 found.append([number, GONE, 0])
                 continue
-            try:
-                content = os.read(fd, min(about.st_size, SMALL) + 1)
-                if len(content) > about.st_size:  # it has grown; or it is one of /proc, which have no size
-                    while len(content) <= SMALL and (more := os.read(fd, SMALL + 1 - len(content))):
-                        content += more
-            finally:
-                os.close(fd)
             if len(content) > min(room, SMALL):
                 found.append([number, GONE, 0])
             else:
@@ -90,24 +85,31 @@ class Source:
 
     def piece(self, number: int, at: int, size: int) -> tuple[bytes]:
         """A part of a large file."""
-        fd, _ = self._open(number)
-        try:
+        with self._open(number) as (fd, _):
             data = os.pread(fd, size, at)
             while 0 < len(data) < size and (more := os.pread(fd, size - len(data), at + len(data))):
                 data += more
-        finally:
-            os.close(fd)
         if len(data) < size:
             raise OSError(5, "it was truncated while it was read", self.paths[number])
         return (data,)
 
-    def _open(self, number: int) -> tuple[int, os.stat_result]:
-        fd = os.open(self.paths[number], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        about = os.fstat(fd)
-        if not stat.S_ISREG(about.st_mode):  # replaced since it was listed
-            os.close(fd)
-            raise FileNotFoundError(2, "no longer a file", self.paths[number])
-        return fd, about
+    @contextlib.contextmanager
+    def _open(self, number: int) -> Iterator[tuple[int, os.stat_result]]:
+        with opened(self.paths[number], os.O_RDONLY | os.O_NONBLOCK) as fd:
+            about = os.fstat(fd)
+            if not stat.S_ISREG(about.st_mode):  # replaced since it was listed
+                raise FileNotFoundError(2, "no longer a file", self.paths[number])
+            yield fd, about
+
+
+@contextlib.contextmanager
+def opened(path: bytes, flags: int, mode: int = 0, dir_fd: int | None = None) -> Iterator[int]:
+    """A descriptor of a file, which is closed at the end of the block."""
+    fd = os.open(path, flags | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def digest_of(fd: int, size: int) -> str:

@@ -9,7 +9,7 @@ import stat
 from skyfab.errors import ProtocolError
 from skyfab.files.draft import Draft, own_part, part_of, remove_stale
 from skyfab.files.entries import FILE, FOLDER, LINK, MOST_ENTRIES, Entry, is_part, shown, text
-from skyfab.files.source import GONE, SMALL, digest_of
+from skyfab.files.source import GONE, SMALL, digest_of, opened
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
 if TYPE_CHECKING:
@@ -28,7 +28,8 @@ _FOLDERS: Final = 64
 """Folders that are kept open."""
 _SECOND: Final = 1_000_000_000
 _OPEN: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+_READ: Final = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
+_WRITE: Final = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
 _INNER: Final = _OPEN | os.O_NOFOLLOW
 
 
@@ -104,13 +105,10 @@ class Target:
                 self._settle(folder, name, entry, about.st_mtime_ns)
             return None
         try:
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
+            with opened(name, _READ, dir_fd=folder) as fd:
+                return EQUAL_SIZE, about.st_size + begun, digest_of(fd, entry.size)
         except PermissionError:
             return MISSING, about.st_size + begun, ""
-        try:
-            return EQUAL_SIZE, about.st_size + begun, digest_of(fd, entry.size)
-        finally:
-            os.close(fd)
 
     def _size(self, folder: int, name: bytes) -> int:
         try:
@@ -124,13 +122,9 @@ class Target:
         self._settle(*self._place(entry), entry, entry.time)
 
     def _settle(self, folder: int, name: bytes, entry: Entry, time: int) -> None:
-        with contextlib.suppress(OSError):  # it belongs to another user
-            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
-            try:
-                os.fchmod(fd, entry.mode)
-                os.utime(fd, ns=(time, time))
-            finally:
-                os.close(fd)
+        with contextlib.suppress(OSError), opened(name, _READ, dir_fd=folder) as fd:  # it may belong to another user
+            os.fchmod(fd, entry.mode)
+            os.utime(fd, ns=(time, time))
 
     # ---- writing
 
@@ -152,15 +146,12 @@ class Target:
         if above not in self._written:
             self._written.add(above)
             remove_stale(folder)
-        fd = os.open(self._part, _WRITE, entry.mode, dir_fd=folder)
         try:
-            try:
+            with opened(self._part, _WRITE, entry.mode, folder) as fd:
                 while content:
                     content = content[os.write(fd, content) :]
                 os.fchmod(fd, entry.mode)  # the umask may have taken something away
                 os.utime(fd, ns=(time, time))
-            finally:
-                os.close(fd)
             os.rename(self._part, name, src_dir_fd=folder, dst_dir_fd=folder)
         except OSError as error:
             with contextlib.suppress(OSError):
@@ -173,7 +164,7 @@ class Target:
         draft = self._drafts[number] = Draft(*self._place(entry), entry.mode)
         if draft.size > entry.size:
             draft.cut(0)
-        return draft.size, draft.digest() if draft.size else ""
+        return draft.size, digest_of(draft.fd, draft.size) if draft.size else ""
 
     def piece(self, number: int, at: int, data: Buffer) -> None:
         """The next piece of a large file; with the last one it is complete."""

@@ -178,16 +178,7 @@ class Transfer:
 
     def _judge(self, answer: Reply) -> Iterator[tuple[int, int]]:
         """Of the files that are needed, those whose content differs."""
-        asked: deque[tuple[int, int, str, Reply]] = deque()
-
-        def settle() -> Iterator[tuple[int, int]]:
-            number, there, digest, reply = asked.popleft()
-            if check("digest", reply.result()) == digest and digest:
-                self._writing.append((self._target.ask("adopt", number), 0))
-                self._wait_for_writing(_AHEAD)
-            else:
-                yield number, there
-
+        asked: list[tuple[int, int, str, Reply]] = []
         for number, state, there, digest in check("compare", answer.result()):
             if not 0 <= number < len(self._rows) or self._rows[number][1] != FILE or there < 0:
                 raise ProtocolError(f"no file {number} in this transfer")
@@ -195,12 +186,14 @@ class Transfer:
                 self.report.note(self._rows[number][0], "newer on the host: kept")
             elif state == EQUAL_SIZE:
                 asked.append((number, there, digest, self._source.ask("digest", number, self._size(number))))
-                if len(asked) > _AHEAD:
-                    yield from settle()
             else:
                 yield number, there
-        while asked:
-            yield from settle()
+        for number, there, digest, reply in asked:
+            if check("digest", reply.result()) == digest and digest:
+                self._writing.append((self._target.ask("adopt", number), 0))
+                self._wait_for_writing(_AHEAD)
+            else:
+                yield number, there
 
     # ---- content
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,7 +14,7 @@ from skyfab.session.ask import Question, Reply
 
 _STARTS: Final = re.compile(r"(^|[/ ])(skyfab/calls/script\.py|runpy(\.py|>))$")
 """Files that start a script."""
-_FRAME: Final = re.compile(r'\s*File "(.*)", line ([0-9]{1,9}) in (.*)')
+_FRAME: Final = re.compile(r'^ *File "(.*)", line ([0-9]{1,9}) in (.*)$', re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,13 +74,8 @@ def frames_of(text: str) -> tuple[Frame, ...]:
     Files of the project are named as they are here, or in their folder: hosts have them in different places.
     """
     threads = re.split(r"^(?:Current thread|Thread) .*$", with_local_paths(text), flags=re.MULTILINE)[1:]
-    return _own(tuple(_frames(threads[-1]))) if threads else ()
-
-
-def _frames(text: str) -> Iterable[Frame]:
-    for line in text.splitlines():
-        if match := _FRAME.fullmatch(line):
-            yield Frame(file=match[1], line=int(match[2]), function=match[3])
+    found = _FRAME.findall(threads[-1]) if threads else ()
+    return _own([Frame(file=file, line=int(line), function=function) for file, line, function in found])
 
 
 def _own(frames: Sequence[Frame]) -> tuple[Frame, ...]:

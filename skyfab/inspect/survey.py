@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from skyfab._util import schema
 from skyfab.session.ask import Question, only
@@ -85,11 +85,6 @@ class Survey:
             return any(gpu.is_busy for gpu in self.gpus)
         return self.load is not None and self.load >= self.cpus
 
-    @classmethod
-    def parse(cls, found: Any) -> Survey:
-        """Reads a host's answer. Raises schema.Invalid."""
-        return schema.parse(cls, found, LIMITS)
 
-
-SURVEY: Final = Question("survey", lambda host, replies: Survey.parse(only(replies)))
+SURVEY: Final = Question("survey", lambda host, replies: schema.parse(Survey, only(replies), LIMITS))
 """Asks a host for its survey."""

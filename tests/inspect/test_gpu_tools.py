@@ -7,8 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
+from skyfab._util import schema
 from skyfab.host.ask.gpu_tools import ToolFailed, amd, apple, nvidia
-from skyfab.inspect.survey import Survey
+from skyfab.inspect.survey import LIMITS, Survey
 
 GPU = "0, GPU-1, NVIDIA H100 80GB HBM3, 81559, 1024, 37, 45, 550.54.15, 0x0000000000000000, 0\n"
 BASE = {"os": "Debian", "kernel": "6", "python": "3.11", "cpus": 2}
@@ -19,7 +20,7 @@ def tool(gpus: str, processes: str = "") -> Callable[[list[str]], str]:
 
 
 def survey(gpus: object) -> Survey:
-    return Survey.parse(json.loads(json.dumps({**BASE, "gpus": gpus})))
+    return schema.parse(Survey, json.loads(json.dumps({**BASE, "gpus": gpus})), LIMITS)
 
 
 def test_a_gpu_of_nvidia() -> None:

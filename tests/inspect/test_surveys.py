@@ -14,8 +14,9 @@ from stage.gpus import BROKEN, gpu, plant
 from stage.labs import start
 
 import skyfab as sky
+from skyfab._util import schema
 from skyfab.host.ask.survey import survey
-from skyfab.inspect.survey import Survey
+from skyfab.inspect.survey import LIMITS, Survey
 from skyfab.lab import Lab
 
 
@@ -35,14 +36,14 @@ def gpu_lab() -> Iterator[Lab]:
 
 
 def test_this_machine() -> None:
-    found = Survey.parse(survey(str(Path.home() / ".cache" / "skyfab")))
+    found = schema.parse(Survey, survey(str(Path.home() / ".cache" / "skyfab")), LIMITS)
     assert found.cpus >= 1 and found.python.startswith("3.") and found.os
     assert found.memory and found.memory_free and found.disk and found.disk_free
     assert not found.gpus or found.gpu_tool
 
 
 def test_a_folder_that_is_not_there_yet_has_a_disk(tmp_path: Path) -> None:
-    found = Survey.parse(survey(str(tmp_path / "not" / "there")))
+    found = schema.parse(Survey, survey(str(tmp_path / "not" / "there")), LIMITS)
     assert found.disk == os.statvfs(tmp_path).f_frsize * os.statvfs(tmp_path).f_blocks
 
 

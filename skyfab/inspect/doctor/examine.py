@@ -20,6 +20,8 @@ _MOST: Final = 128
 """With more hosts, only these are examined for what is between them."""
 _QUICK: Final = 0.15
 """Seconds in which the bandwidth of a pair is measured."""
+_ALL_PAIRS: Final = 9.0
+"""Seconds for all pairs together, if speed is measured."""
 _ROUNDS: Final = 3
 """Of pairs, in each of which at most one host has no part; all of them if speed is measured."""
 _CLOCK: Final[Question[float]] = Question("survey.clock", lambda host, replies: float(only(replies)))
@@ -35,7 +37,8 @@ def examined(asker: Asker, *, measured: bool = False) -> list[Finding]:
             findings += checks.findings(outcome.answer)
     unusable = {one.host for one in findings if one.section == "login" and one.level == "failure"}
     able = [host for host in asker.hosts if host.name not in unusable]
-    rates = _rates(asker, able) if measured else {}
+    asked = asker.ask(measure.MEASURE, able) if measured else []
+    rates = {outcome.host.name: outcome.answer for outcome in asked if outcome.answer is not None}
     between, speeds = _between(asker, able[:_MOST], measured=measured) if len(able) > 1 else ([], {})
     if measured:
         rates = {name: {**own, **measure.network(name, speeds)} for name, own in rates.items()}
@@ -64,11 +67,6 @@ def _report(asker: Asker, host: Host) -> HostReport:
     return replace(report, offset=(there - (asked + answered) / 2, (answered - asked) / 2))
 
 
-def _rates(asker: Asker, hosts: Sequence[Host]) -> dict[str, measure.Rates]:
-    outcomes = asker.ask(measure.MEASURE, hosts)
-    return {outcome.host.name: outcome.answer for outcome in outcomes if outcome.answer is not None}
-
-
 def _speeds(hosts: Sequence[Host], rates: Mapping[str, measure.Rates]) -> list[Finding]:
     known = [host for host in hosts if rates.get(host.name)]
     found = measure.compared(rates, {host.name: measure.load(host) for host in known})
@@ -89,7 +87,7 @@ def _between(asker: Asker, hosts: Sequence[Host], *, measured: bool) -> tuple[li
             where, found = pairs.places(pool)
             names = [host.name for host in hosts]
             rounds = pairs.all_pairs(names)[: None if measured else _ROUNDS]
-            seconds = measure.pair_seconds(len(rounds)) if measured else _QUICK
+            seconds = min(0.5, _ALL_PAIRS / len(rounds)) if measured else _QUICK
             rates, failures = pairs.rates(pool, where, rounds, seconds)
     except SkyfabError as error:
         failed = [one for one in getattr(error, "exceptions", (error,)) if isinstance(one, SkyfabError)]

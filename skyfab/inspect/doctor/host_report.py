@@ -83,7 +83,7 @@ def _parse(host: Host, replies: Iterator[Reply]) -> HostReport:
     if survey is None:
         hint = f"skyfab exec --hosts={host.name} -- nvidia-smi"
         raise HostUnfit("its system, disk or GPUs do not answer within 15 s", host=host.name, hint=hint)
-    return HostReport(host, schema.parse(Facts, found, LIMITS), Survey.parse(survey))
+    return HostReport(host, schema.parse(Facts, found, LIMITS), schema.parse(Survey, survey, LIMITS))
 
 
 EXAMINE: Final = Question("examine", _parse)

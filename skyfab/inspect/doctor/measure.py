@@ -19,19 +19,12 @@ Rates = Mapping[str, float]
 
 SECONDS: Final = 2.0
 """For each thing that is measured on a host."""
-_ALL_PAIRS: Final = 9.0
-"""For all pairs together."""
 _SLOWER: Final = 0.7
 """A host that has less than this part of what others have is named."""
 _ENOUGH: Final = 3
 """Earlier measurements of a host with which a new one is compared."""
 _KEPT: Final = 10
 """Measurements of a host that are kept."""
-
-
-def pair_seconds(rounds: int) -> float:
-    """For each round of pairs."""
-    return min(0.5, _ALL_PAIRS / max(rounds, 1))
 
 
 MEASURE: Final = Question(

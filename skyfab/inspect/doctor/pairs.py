@@ -45,7 +45,11 @@ def places(pool: Compute) -> tuple[dict[str, Address], list[Finding]]:
         chosen: Sequence[Address] = RendezvousFinder("needed").arrange(nodes).addresses
     except (PeersUnreachable, PoolError) as error:
         errors = error.exceptions if isinstance(error, PoolError) else [error]
-        found = [_apart(one) for one in errors if isinstance(one, SkyfabError)]
+        found = [
+            _finding("ports", one.host or "", "failure", one.message, one.hint or "")
+            for one in errors
+            if isinstance(one, SkyfabError)
+        ]
         chosen = Candidates(nodes).likely()
     by_name = {node.name: place for node, place in zip(nodes, chosen, strict=True)}
     if not found:
@@ -54,10 +58,6 @@ def places(pool: Compute) -> tuple[dict[str, Address], list[Finding]]:
             others = {one.interface for one in candidates.of(node)} - {"", by_name[node.name].interface}
             found.append(_network(node.host, by_name[node.name], others))
     return by_name, found
-
-
-def _apart(error: SkyfabError) -> Finding:
-    return _finding("ports", error.host or "", "failure", error.message, error.hint or "")
 
 
 def _finding(

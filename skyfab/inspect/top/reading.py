@@ -28,7 +28,7 @@ class Reading:
     def __init__(self, title: str, read: Callable[[Reading], None]) -> None:
         self.title = title
         self._lines: deque[str] = deque(maxlen=_KEPT)
-        self._closed = threading.Event()
+        self.closed = threading.Event()
         self._thread = threading.Thread(target=self._run, args=(read,), daemon=True, name="skyfab-top-text")
         self._thread.start()
 
@@ -46,13 +46,9 @@ class Reading:
     def lines(self) -> Sequence[str]:
         return list(self._lines) or (["loading …"] if self._thread.is_alive() else [])
 
-    @property
-    def is_closed(self) -> bool:
-        return self._closed.is_set()
-
     def close(self, timeout: float = 0.0) -> None:
         """Ends it, and waits for its thread, which stops as soon as it notices."""
-        self._closed.set()
+        self.closed.set()
         self._thread.join(timeout)
 
 
@@ -64,11 +60,11 @@ def log_of(run: Run) -> Reading:
         def trouble(error: SkyfabError) -> None:
             text.add(f"{error.host}: {error.message}; trying again")
 
-        for line in run.lines(follow=True, tail=_TAIL, trouble=trouble, stopped=lambda: text.is_closed):
+        for line in run.lines(follow=True, tail=_TAIL, trouble=trouble, stopped=text.closed.is_set):
             if not is_noise(line.text):
                 rank = "" if run.world_size == 1 else f"[{line.rank}]"
                 text.add(f"{where.get(line.rank, '?')}{rank} {settled(line.text)}")
-            if text.is_closed:
+            if text.closed.is_set():
                 return
         text.add(f"— {run.state} —")
 

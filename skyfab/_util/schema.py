@@ -80,7 +80,7 @@ def _parser(kind: Any, limits: Limits | None) -> _Parser:
 
 
 def _scalar(kind: Any, limits: Limits | None) -> _Parser:
-    expected = _EXPECTED[kind]
+    expected = "a number" if kind is float else _NAMES[kind]
     accepted: Any = {float: (int, float), bytes: (bytes, bytearray, memoryview)}.get(kind, kind)
     longest = limits and limits.characters
 
@@ -164,27 +164,22 @@ def _table(value: Any) -> Mapping[str, Any]:
     return value
 
 
-_EXPECTED: Final[Mapping[Any, str]] = {
-    bool: "a boolean",
+_NAMES: Final[Mapping[type, str]] = {
+    bool: "a boolean",  # before int, which it is too
     str: "a string",
     int: "an integer",
-    float: "a number",
+    float: "a float",
     bytes: "bytes",
+    list: "an array",
+    tuple: "an array",
+    Mapping: "a table",
+    type(None): "null",
 }
 
 
 def name_of(value: object) -> str:
     """The name of a value's type in messages. Never shows the value, which may be a secret."""
-    names: list[tuple[type | tuple[type, ...], str]] = [
-        (bool, "a boolean"),
-        (str, "a string"),
-        (int, "an integer"),
-        (float, "a float"),
-        ((list, tuple), "an array"),
-        (Mapping, "a table"),
-        (type(None), "null"),
-    ]
-    return next((name for kinds, name in names if isinstance(value, kinds)), f"a {type(value).__name__}")
+    return next((name for kind, name in _NAMES.items() if isinstance(value, kind)), f"a {type(value).__name__}")
 
 
 def quoted(text: str) -> str:

@@ -1,7 +1,7 @@
 """Detects changes in a set of folders, with inotify. A check takes a microsecond.
 
-On Linux inotify reports a change at the moment of the write. On other systems, and if inotify fails, every check
-answers "perhaps changed".
+On Linux inotify reports a change at the moment of the write. On other systems, and if inotify fails, it is not
+`active`, and no change is detected.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import select
 import sys
 import weakref
 from collections.abc import Iterable
-from typing import Any, Final
+from typing import Final
 
 _MODIFY, _ATTRIB, _FROM, _TO, _CREATE, _DELETE = 0x2, 0x4, 0x40, 0x80, 0x100, 0x200
 _EVENTS: Final = _MODIFY | _ATTRIB | _FROM | _TO | _CREATE | _DELETE
@@ -27,7 +27,6 @@ class Changes:
     def __init__(self) -> None:
         self._fd = -1
         self._folders: set[str] = set()
-        self._libc: Any = None
 
     def watch(self, folders: Iterable[str]) -> None:
         """Watches these folders, and no others, from now on."""
@@ -37,8 +36,8 @@ class Changes:
         self.close()
         if sys.platform != "linux" or len(wanted) > _MOST:
             return
-        self._libc = self._libc or ctypes.CDLL(None, use_errno=True)
-        self._fd = self._libc.inotify_init1(_FLAGS)
+        libc = ctypes.CDLL(None)
+        self._fd = libc.inotify_init1(_FLAGS)
         if self._fd < 0:
             return
         self._poll = select.epoll()  # unlike `poll`, it can be used by several threads at once
@@ -46,7 +45,7 @@ class Changes:
         self._ask = self._poll.poll
         self._closer = weakref.finalize(self, os.close, self._fd)
         for folder in wanted:
-            if self._libc.inotify_add_watch(self._fd, os.fsencode(folder), _EVENTS) < 0:
+            if libc.inotify_add_watch(self._fd, os.fsencode(folder), _EVENTS) < 0:
                 self.close()  # too many watches, or the folder is missing: changes could be missed
                 return
         self._folders = wanted
@@ -56,16 +55,14 @@ class Changes:
         """inotify is in use."""
         return self._fd >= 0
 
-    def none_since(self) -> bool:
-        """True if nothing has changed since the last check; False if something has, or that is unknown."""
-        if self._fd >= 0 and not self._ask(0):
-            return True
-        if self._fd < 0:
+    def changed(self) -> bool:
+        """Whether something has changed since the last check."""
+        if self._fd < 0 or not self._ask(0):
             return False
         with contextlib.suppress(BlockingIOError):
             while os.read(self._fd, 65536):
                 pass
-        return False
+        return True
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -170,12 +170,8 @@ class _Sources:
 
 def listed(path: Path) -> list[str]:
     """The requirements in a file. Raises UsageError if it cannot be read or has options other than -r and --hash."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
     found: list[str] = []
-    for line in text.replace("\\\n", " ").splitlines():
+    for line in text_of(path).replace("\\\n", " ").splitlines():
         line = re.sub(r"(^|\s)#.*", "", line).strip()
         other = re.fullmatch(r"(?:-r\s*|--requirement[\s=]\s*)(\S.*)", line)
         if other:
@@ -189,10 +185,15 @@ def listed(path: Path) -> list[str]:
 
 def read(file: Path) -> dict[str, Any]:
     """A pyproject.toml. Raises UsageError if it cannot be read."""
+    return _parsed(text_of(file), _shown(file))
+
+
+def text_of(path: Path) -> str:
+    """Reads a file. Raises UsageError."""
     try:
-        return _parsed(file.read_text(encoding="utf-8"), _shown(file))
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {file}: {getattr(error, 'strerror', None) or error}") from None
+        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _parsed(text: str, shown: str) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from skyfab.calls.gitignore import is_kept
 from skyfab.files.entries import FOLDER, LINK, Entry, walk
 
 if TYPE_CHECKING:
@@ -113,15 +114,14 @@ class Modules:
                 yield root, entry, path
 
 
-def _in_package(child: os.DirEntry[bytes], _: bytes) -> bool:
+def _in_package(child: os.DirEntry[bytes], path: bytes) -> bool:
     """Whether a package is sent with this file or folder."""
     try:
+        if not is_kept(child, path):
+            return False
         if child.is_dir():
             return not child.is_symlink() and os.path.isfile(os.path.join(child.path, _INIT.encode()))
-        if not os.access(child.path, os.R_OK):
-            return False
-        is_data = not child.name.startswith(b".") and not child.name.endswith((b".pyc", b".pyo"))
-        return child.name.endswith(b".py") or (is_data and child.stat().st_size <= _DATA)
+        return child.name.endswith(b".py") or (not child.name.startswith(b".") and child.stat().st_size <= _DATA)
     except OSError:  # a link into a folder of another user
         return False
 

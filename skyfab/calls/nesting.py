@@ -20,8 +20,7 @@ _DEEPEST: Final = 3
 
 def check() -> None:
     """Raises UsageError if this process may not open a pool here."""
-    frame = _module_frame() if in_a_rank() else None
-    if frame is not None:
+    if in_a_rank() and (frame := _module_frame()) is not None:
         _refuse(frame)
     if depth() >= _DEEPEST:
         raise UsageError(

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import linecache
 import sys
 import types
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -116,7 +117,7 @@ def _state(fn: Any) -> tuple[Any, ...] | None:
             used += [("", cell.cell_contents) for cell in fn.__closure__]
         except ValueError:  # an empty cell
             return None
-    names = _names_in(fn.__code__)
+    names = _global_names(fn.__code__)
     if names:
         space = fn.__globals__
         used += [(name, space[name]) for name in names if name in space]
@@ -139,15 +140,9 @@ def _is_atom(value: Any) -> bool:
 
 
 @functools.lru_cache(maxsize=1024)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(_global_names(code)))
-
-
-def _global_names(code: types.CodeType) -> Iterator[str]:
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _global_names(constant)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    inner = [_global_names(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
+    return tuple(dict.fromkeys(itertools.chain(code.co_names, *inner)))
 
 
 def sources_of(function: Function[..., Any]) -> dict[str, str]:

@@ -5,7 +5,6 @@ Sent are the program's own modules (`modules`) and the `includes` of its image. 
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
@@ -15,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path, PurePath
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from skyfab.calls.folder_watch import Changes
 from skyfab.calls.gitignore import is_kept, spec_of
@@ -24,9 +23,6 @@ from skyfab.calls.modules import Modules, files_below, names_in
 from skyfab.errors import UsageError
 from skyfab.files.entries import FOLDER, Entry, text
 from skyfab.protocol.blobs import name_of
-
-if TYPE_CHECKING:
-    import pathspec
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,8 +81,8 @@ class Project:
             return EMPTY
         with self._lock:  # a scan replaces the watch: other threads must not get the old tree meanwhile
             now = time.monotonic()
-            quiet = self._changes.none_since() or not self._changes.active
-            if not quiet or now >= self._next_scan or len(sys.modules) != self._modules or anew:
+            has_changed = self._changes.changed()
+            if has_changed or now >= self._next_scan or len(sys.modules) != self._modules or anew:
                 self._scan()
                 spent = time.monotonic() - now
                 self._next_scan = now + (max(1.0, 100 * spent) if self._changes.active else 10 * spent)
@@ -126,7 +122,8 @@ class Project:
             for entry, path in files:
                 found |= dict.fromkeys(_paths(number, include, entry, path, numbers), (entry, path))
         if self._image.excludes:
-            found = {inner: file for inner, file in found.items() if not self._excluded.match_file(text(file[0].path))}
+            excluded = spec_of(self._image.excludes)
+            found = {inner: file for inner, file in found.items() if not excluded.match_file(text(file[0].path))}
         return found, roots, modules.folders
 
     def _files_of(self, include: _Include, modules: Modules) -> Iterator[tuple[Entry, bytes]]:
@@ -138,10 +135,6 @@ class Project:
             else:
                 modules.add(self._names_in(entry, path))
                 yield entry, path
-
-    @functools.cached_property
-    def _excluded(self) -> pathspec.GitIgnoreSpec:
-        return spec_of(self._image.excludes)
 
     def _names_in(self, entry: Entry, path: bytes) -> set[str]:
         return self._read(entry, path)[1] if path.endswith(b".py") else set()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.image import Image
-from skyfab.calls.manifest import find
+from skyfab.calls.manifest import find, text_of
 from skyfab.cli.image_options import ImageOptions
 from skyfab.cli.project_settings import ProjectSettings
 from skyfab.errors import UsageError
@@ -90,10 +90,7 @@ def read_file(path: Path) -> dict[str, str]:
     ``export`` may come first and comments follow; in double quotes, ``\\n``, ``\\"``, ``\\$`` and ``\\\\`` are escapes,
     and quoted values may have several lines. Nothing is expanded.
     """
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"cannot read {path}: {getattr(error, 'strerror', None) or error}") from None
+    text = text_of(path)
     found: dict[str, str] = {}
     at = 0
     while at < len(text):

@@ -53,25 +53,8 @@ class Vagrant(Provider):
         """Brings boxes up if asked; see `Provider.start`, also for `tell`. Raises UsageError and HostError."""
         if self._reaper is not None:
             raise UsageError("these boxes are already up", hint="create a Vagrant for each pool")
-        program = self._program()
-        boxes = self._status(program)
-        down = [box.name for box in boxes if box.state != "running"]
-        if down and self.up:
-            tell(f"vagrant up {' '.join(down)}")
-            try:
-                self._bring_up(program, down)
-                boxes = self._status(program)
-            except BaseException:
-                self.stop()
-                raise
-        running = {box.name: box for box in boxes if box.state == "running"}
-        if not running:
-            hint = f"(cd {shlex.quote(os.fspath(self.folder))} && vagrant up), or sky.Vagrant(…, up=True)"
-            states = ", ".join(f"{box.name} ({box.state})" for box in boxes)
-            raise UsageError(f"no box is running: {states or 'vagrant status lists none'}", hint=hint)
         try:
-            hosts = parse(self._run(program, "ssh-config", *running), running)
-            return Inventory(hosts={host.name: self._with_key(host, running[host.name]) for host in hosts})
+            return self._inventory(self._program(), tell)
         except BaseException:
             self.stop()
             raise
@@ -81,6 +64,21 @@ class Vagrant(Provider):
         reaper, self._reaper = self._reaper, None
         if reaper is not None:
             reaper.close()
+
+    def _inventory(self, program: str, tell: Tell) -> Inventory:
+        boxes = self._status(program)
+        down = [box.name for box in boxes if box.state != "running"]
+        if down and self.up:
+            tell(f"vagrant up {' '.join(down)}")
+            self._bring_up(program, down)
+            boxes = self._status(program)
+        running = {box.name: box for box in boxes if box.state == "running"}
+        if not running:
+            hint = f"(cd {shlex.quote(os.fspath(self.folder))} && vagrant up), or sky.Vagrant(…, up=True)"
+            states = ", ".join(f"{box.name} ({box.state})" for box in boxes)
+            raise UsageError(f"no box is running: {states or 'vagrant status lists none'}", hint=hint)
+        hosts = parse(self._run(program, "ssh-config", *running), running)
+        return Inventory(hosts={host.name: self._with_key(host, running[host.name]) for host in hosts})
 
     def _program(self) -> str:
         found = shutil.which("vagrant")

@@ -55,8 +55,7 @@ def refused(host: Host, error: SkyfabError) -> Finding:
         check = "login"
     elif isinstance(error, (HostUnfit, ProtocolError)):
         check = "start"
-    fix = error.hint or ""
-    return Finding(section="login", check=check, host=host.name, level="failure", what=error.message, fix=fix)
+    return Finding("login", check, host.name, "failure", error.message, error.hint or "")
 
 
 def _report(asker: Asker, host: Host) -> HostReport:
@@ -102,5 +101,4 @@ def _between(asker: Asker, hosts: Sequence[Host], *, measured: bool) -> tuple[li
 
 def _unexamined(error: SkyfabError, hosts: Sequence[Host]) -> Finding:
     what = f"the network could not be examined: {error.message}"
-    host = error.host or hosts[0].name
-    return Finding(section="network", check="ports", host=host, level="failure", what=what, fix=error.hint or "")
+    return Finding("network", "ports", error.host or hosts[0].name, "failure", what, error.hint or "")

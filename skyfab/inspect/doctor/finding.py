@@ -13,7 +13,7 @@ Section = Literal["login", "system", "disk", "GPUs", "network", "speed"]
 SECTIONS: Final[tuple[Section, ...]] = ("login", "system", "disk", "GPUs", "network", "speed")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """What was found in one place. `--json` prints it: programs rely on the field names."""
 

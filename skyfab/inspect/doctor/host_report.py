@@ -65,16 +65,8 @@ class HostReport:
         setting: tuple[str, str] | None = None,
     ) -> Finding:
         people = (self.facts.user, *(one.user for gpu in self.survey.gpus for one in gpu.processes if one.user))
-        return Finding(
-            section=section,
-            check=check,
-            host=self.host.name,
-            level=level,
-            what=what,
-            fix=fix,
-            setting=setting,
-            people=tuple(dict.fromkeys(name for name in people if name in what + fix)),
-        )
+        named = tuple(dict.fromkeys(name for name in people if name in what + fix))
+        return Finding(section, check, self.host.name, level, what, fix, setting, named)
 
 
 def _parse(host: Host, replies: Iterator[Reply]) -> HostReport:

@@ -58,12 +58,12 @@ def _compared(host: str, name: str, rate: float, peers: list[float], before: lis
         slower.append(f"{_shown(name, median(before))} is the median of {len(before)} earlier measurements")
     what = f"{name}: {_shown(name, rate)}"
     if not slower:
-        return Finding(section="speed", check="speed", host=host, level="ok", what=what)
+        return Finding("speed", "speed", host, "ok", what)
     fix = "is it in use, hot, or in another power mode? skyfab hosts; on the host: cpupower frequency-info"
     if name == "network":
         fix = "is it in use? else try another cable, port or interface"
     what = f"slower: {what}; {' and '.join(slower)}"
-    return Finding(section="speed", check="speed", host=host, level="warning", what=what, fix=fix)
+    return Finding("speed", "speed", host, "warning", what, fix)
 
 
 def _shown(name: str, rate: float) -> str:

@@ -12,7 +12,7 @@ from skyfab._util import schema
 from skyfab.calls.call import as_function
 from skyfab.errors import PeersUnreachable, PoolError, SkyfabError
 from skyfab.host.ask.measure import listen, send
-from skyfab.inspect.doctor.finding import Finding, Level
+from skyfab.inspect.doctor.finding import Finding
 from skyfab.inspect.survey import LIMITS
 from skyfab.inventory.host import Host
 from skyfab.pool.addresses import Address, Candidates
@@ -46,7 +46,7 @@ def places(pool: Compute) -> tuple[dict[str, Address], list[Finding]]:
     except (PeersUnreachable, PoolError) as error:
         errors = error.exceptions if isinstance(error, PoolError) else [error]
         found = [
-            _finding("ports", one.host or "", "failure", one.message, one.hint or "")
+            Finding("network", "ports", one.host or "", "failure", one.message, one.hint or "")
             for one in errors
             if isinstance(one, SkyfabError)
         ]
@@ -60,20 +60,14 @@ def places(pool: Compute) -> tuple[dict[str, Address], list[Finding]]:
     return by_name, found
 
 
-def _finding(
-    check: str, host: str, level: Level, what: str, fix: str = "", setting: tuple[str, str] | None = None
-) -> Finding:
-    return Finding(section="network", check=check, host=host, level=level, what=what, fix=fix, setting=setting)
-
-
 def _network(host: Host, place: Address, others: set[str]) -> Finding:
     """Naming the interface saves the search, and keeps it the same when another one is added."""
     if others and place.interface and host.interface == "auto":
         what = f"it has several networks, and other hosts reach it on {place.interface}, not on {', '.join(others)}"
         setting = ("interface", f'"{place.interface}"')
         fix = f"if that is the right one: interface = {setting[1]} in the inventory"
-        return _finding("interface", host.name, "advice", what, fix, setting)
-    return _finding("interface", host.name, "ok", f"other hosts reach it at {place}")
+        return Finding("network", "interface", host.name, "advice", what, fix, setting)
+    return Finding("network", "interface", host.name, "ok", f"other hosts reach it at {place}")
 
 
 def all_pairs(names: Sequence[str]) -> list[list[Pair]]:
@@ -137,7 +131,7 @@ def _shown(pair: Pair) -> str:
 
 def _unmeasured(pair: Pair, error: str) -> Finding:
     fix = "ranks on different hosts use TCP, on any port: open the firewall of the second host for the first"
-    return _finding("bandwidth", _shown(pair), "warning", f"no data gets through: {error}", fix)
+    return Finding("network", "bandwidth", _shown(pair), "warning", f"no data gets through: {error}", fix)
 
 
 def bandwidths(found: Mapping[Pair, float]) -> list[Finding]:
@@ -149,10 +143,10 @@ def bandwidths(found: Mapping[Pair, float]) -> list[Finding]:
         fix = "check cable, port and interface (ethtool INTERFACE); another network: interface = … in the inventory"
         if rate * _BEHIND < usual:
             what = f"{shown}, while others have {usual * 8 / 1e6:,.0f}"
-            findings.append(_finding("bandwidth", _shown(pair), "warning", what, fix))
+            findings.append(Finding("network", "bandwidth", _shown(pair), "warning", what, fix))
         elif rate < _SLOW:
             what = f"{shown}: slow for the gradients of a large model"
-            findings.append(_finding("bandwidth", _shown(pair), "advice", what, fix))
+            findings.append(Finding("network", "bandwidth", _shown(pair), "advice", what, fix))
         else:
-            findings.append(_finding("bandwidth", _shown(pair), "ok", shown))
+            findings.append(Finding("network", "bandwidth", _shown(pair), "ok", shown))
     return findings

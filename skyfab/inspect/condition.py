@@ -8,7 +8,6 @@ import operator
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 from skyfab._util.sizes import readable
@@ -66,22 +65,17 @@ def _least(values: Any) -> Value:
     return min(known, default=None)
 
 
-@dataclass(frozen=True, slots=True)
 class Condition:
-    """A parsed condition: true or false for a host and its survey."""
+    """A parsed condition: true or false for a host and its survey. Nodes that a condition has no use for are errors."""
 
-    text: str
-    _test: Test
-    _names: tuple[str, ...]
-
-    @classmethod
-    def parse(cls, text: str) -> Condition:
-        """Parses a condition. Raises UsageError, which says what is wrong and where."""
+    def __init__(self, text: str) -> None:
+        """Raises UsageError, which says what is wrong and where."""
         if not isinstance(text, str):
             raise UsageError(f"where must be a string, not {text!r}", hint=_HINT)
-        compiler = _Compiler(text)
-        test = compiler.test(compiler.parsed())
-        return cls(text, test, tuple(dict.fromkeys(compiler.names)))
+        self.text = re.sub(r"\s", " ", text).strip()
+        self._python = _SIZE.sub(_in_bytes, self.text)
+        self._names: dict[str, None] = {}
+        self._test = self._compiled(self._parsed())
 
     def fits(self, host: Host, survey: Survey) -> bool:
         return bool(self._test({name: NAMES[name](host, survey) for name in self._names}))
@@ -90,28 +84,7 @@ class Condition:
         """What a host has of what the condition asks for, for messages: ``gpu.memory 24 GB, busy``."""
         return ", ".join(_shown(name, NAMES[name](host, survey)) for name in self._names)
 
-
-def _shown(name: str, value: Value) -> str:
-    if value is None or value == "" or value == ():
-        return f"no {name}"
-    if isinstance(value, bool):
-        return name if value else f"not {name}"
-    if isinstance(value, int) and value > 100_000:
-        return f"{name} {readable(value)}"
-    if isinstance(value, float):
-        value = round(value, 1)
-    return f"{name} {', '.join(value) if isinstance(value, tuple) else value}"
-
-
-class _Compiler:
-    """Turns the syntax tree of a condition into a test. Nodes that a condition has no use for are errors."""
-
-    def __init__(self, text: str) -> None:
-        self._text = re.sub(r"\s", " ", text).strip()
-        self._python = _SIZE.sub(_in_bytes, self._text)
-        self.names: list[str] = []
-
-    def parsed(self) -> ast.expr:
+    def _parsed(self) -> ast.expr:
         with warnings.catch_warnings():  # about escapes in strings
             warnings.simplefilter("ignore")
             try:
@@ -120,7 +93,7 @@ class _Compiler:
                 raise self._syntax_error(error) from None
 
     def _error(self, what: str, hint: str | None = None) -> UsageError:
-        return UsageError(f"invalid condition {self._text!r}: {what}", hint=hint or _HINT)
+        return UsageError(f"invalid condition {self.text!r}: {what}", hint=hint or _HINT)
 
     def _syntax_error(self, error: SyntaxError) -> UsageError:
         rest = self._python[error.offset - 1 :].strip() if error.offset else ""  # no offset: at the end
@@ -128,13 +101,13 @@ class _Compiler:
         hint = "compare with ==" if rest.startswith("=") else None
         return self._error(f"{what} at {rest[:20]!r}" if rest else "unexpected end", hint)
 
-    def test(self, node: ast.expr) -> Test:
+    def _compiled(self, node: ast.expr) -> Test:
         if isinstance(node, ast.BoolOp):
-            tests = [self.test(value) for value in node.values]
+            tests = [self._compiled(value) for value in node.values]
             combine = all if isinstance(node.op, ast.And) else any
             return lambda values: combine(test(values) for test in tests)
         if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-            operand = self.test(node.operand)
+            operand = self._compiled(node.operand)
             return lambda values: not operand(values)
         if isinstance(node, ast.Compare):
             return self._comparison(node)
@@ -151,7 +124,7 @@ class _Compiler:
         if name not in NAMES:
             hint = did_you_mean(name, NAMES) or f"known names: {', '.join(NAMES)}; put strings in quotes"
             raise self._error(f"unknown name {name!r}"[:80], hint)
-        self.names.append(name)
+        self._names[name] = None
         return lambda values: values[name]
 
     def _comparison(self, node: ast.Compare) -> Test:
@@ -159,7 +132,7 @@ class _Compiler:
         for one, other in itertools.pairwise(operands):
             self._check_unit(one, other)
             self._check_unit(other, one)
-        tests = [self.test(operand) for operand in operands]
+        tests = [self._compiled(operand) for operand in operands]
         signs = [type(sign) for sign in node.ops]
         if ast.Is in signs or ast.IsNot in signs:
             raise self._error("unsupported comparison: is", "compare with ==")
@@ -174,6 +147,18 @@ class _Compiler:
         value = number.value if isinstance(number, ast.Constant) else None
         if isinstance(value, int) and ast.unparse(name) in _SIZES and 0 < value < _LEAST_SIZE:
             raise self._error(f"{value} has no unit, and {ast.unparse(name)} is a size", f"write {value}GB")
+
+
+def _shown(name: str, value: Value) -> str:
+    if value is None or value == "" or value == ():
+        return f"no {name}"
+    if isinstance(value, bool):
+        return name if value else f"not {name}"
+    if isinstance(value, int) and value > 100_000:
+        return f"{name} {readable(value)}"
+    if isinstance(value, float):
+        value = round(value, 1)
+    return f"{name} {', '.join(value) if isinstance(value, tuple) else value}"
 
 
 def _in_bytes(match: re.Match[str]) -> str:

@@ -45,7 +45,7 @@ class HostChoice:
         if provider is not None:
             _check_provider(provider, inventory)
         self._provider = provider
-        self._condition = None if where is None else Condition.parse(where)
+        self._condition = None if where is None else Condition(where)
         self._nodes = nodes
         self._items = hosts if hosts is None or isinstance(hosts, (str, Host)) else list(hosts)
         self._transports: dict[str, Transport] = {}

@@ -76,14 +76,14 @@ USED = Survey(
     ],
 )
 def test_what_conditions_mean(text: str, bare: bool, two: bool, used: bool) -> None:
-    condition = Condition.parse(text)
+    condition = Condition(text)
     assert [condition.fits(HOST, survey) for survey in (BARE, TWO, USED)] == [bare, two, used]
 
 
 def test_processors_count_where_there_is_no_gpu() -> None:
     busy = Survey(os="x", kernel="6", python="3.11", cpus=2, load=2.5)
-    assert Condition.parse("busy").fits(HOST, busy)
-    assert not Condition.parse("busy").fits(HOST, BARE)
+    assert Condition("busy").fits(HOST, busy)
+    assert not Condition("busy").fits(HOST, BARE)
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_what_is_wrong_is_reported_before_anything_connects(text: Any, what: str
 @given(st.text(string.printable, max_size=40))
 def test_any_text_is_a_condition_or_a_usage_error(text: str) -> None:
     try:
-        condition = Condition.parse(text)
+        condition = Condition(text)
     except sky.UsageError:
         return
     assert condition.fits(HOST, TWO) in (True, False)

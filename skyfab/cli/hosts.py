@@ -137,7 +137,7 @@ class Facts:
             python=".".join(survey.python.split(".")[:2]),
             platform=survey.platform,
             cpus=survey.cpus,
-            gpus=survey.gpu_count if host.gpus == "auto" else len(host.gpus),
+            gpus=survey.gpus_of(host),
             survey=survey,
         )
 

@@ -99,9 +99,8 @@ def to_fetch(host: Host, inventory: Inventory, workdir: str, inner: str = ".") -
 def _scp(host: Host, inventory: Inventory, workdir: str) -> str:
     words = ["scp", "-r", *(["-P", str(host.port)] if host.port not in (None, 22) else [])]
     words += ["-i", host.identity] if host.identity else []
-    if host.jump and host.jump != "none":
-        known = inventory.hosts
-        words += ["-J", ",".join(known[hop].login if hop in known else hop for hop in host.jump.split(","))]
+    if hops := inventory.jump_chain(host):
+        words += ["-J", ",".join(hop.login for hop in hops)]
     place = f"[{host.destination}]" if ":" in host.destination else host.destination
     login = place if host.user is None else f"{host.user}@{place}"
     path = path_of(host, workdir)

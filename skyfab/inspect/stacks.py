@@ -9,6 +9,7 @@ from typing import Final
 
 from skyfab._util import schema
 from skyfab.calls.project import with_local_paths
+from skyfab.errors import located
 from skyfab.inventory.host import Host
 from skyfab.session.ask import Question, Reply
 
@@ -42,9 +43,7 @@ class Stack:
 
     @property
     def place(self) -> str:
-        if self.rank is not None:
-            return f"{self.host}[{self.rank}]"
-        return f"{self.host} ({self.pid})" if self.pid else self.host
+        return f"{self.host} ({self.pid})" if self.rank is None and self.pid else located(self.host, self.rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

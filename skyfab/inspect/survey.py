@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from skyfab._util import schema
+from skyfab.inventory.host import Host
 from skyfab.session.ask import Question, only
 
 LIMITS: Final = schema.Limits(characters=300, items=1000)
@@ -84,6 +85,10 @@ class Survey:
         if self.gpus:
             return any(gpu.is_busy for gpu in self.gpus)
         return self.load is not None and self.load >= self.cpus
+
+    def gpus_of(self, host: Host) -> int:
+        """How many GPUs the host has, by what its driver or the inventory says."""
+        return self.gpu_count if host.gpus == "auto" else len(host.gpus)
 
 
 SURVEY: Final = Question("survey", lambda host, replies: schema.parse(Survey, only(replies), LIMITS))

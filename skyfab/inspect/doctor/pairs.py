@@ -25,6 +25,7 @@ Pair = tuple[str, str]
 
 _SLOW: Final = 12_500_000.0
 """Bytes per second: what a network of 100 Mbit/s carries."""
+_BLOCKED: Final = "ranks on different hosts use TCP, on any port: open the firewall of the second host for the first"
 _BEHIND: Final = 4.0
 """A pair is reported if it is this many times slower than the median."""
 
@@ -112,7 +113,8 @@ def rates(
             if isinstance(outcome, Raised):
                 raise outcome.error
             if outcome.error:
-                failures.append(_unmeasured(pair, outcome.error))
+                what = f"no data gets through: {outcome.error}"
+                failures.append(Finding("network", "bandwidth", _shown(pair), "warning", what, _BLOCKED))
             else:
                 found[pair] = outcome.rate
     return found, failures
@@ -127,11 +129,6 @@ def _port(pool: Compute, host: str, word: str, seconds: float) -> int:
 
 def _shown(pair: Pair) -> str:
     return " → ".join(pair)
-
-
-def _unmeasured(pair: Pair, error: str) -> Finding:
-    fix = "ranks on different hosts use TCP, on any port: open the firewall of the second host for the first"
-    return Finding("network", "bandwidth", _shown(pair), "warning", f"no data gets through: {error}", fix)
 
 
 def bandwidths(found: Mapping[Pair, float]) -> list[Finding]:

@@ -36,13 +36,6 @@ class Seen:
     error: SkyfabError | None = None
     """Why it does not answer; it is asked again."""
 
-    @property
-    def gpus(self) -> int | None:
-        """How many it has, by what its driver or the inventory says."""
-        if self.host.gpus != "auto":
-            return len(self.host.gpus)
-        return None if self.survey is None else self.survey.gpu_count
-
 
 class Monitor:
     """Looks at all hosts every `every` seconds, from entering the block until its end."""

@@ -190,7 +190,7 @@ Only = Literal["head"] | Callable[[InstanceInfo], bool]
 
 
 def stdout(*, only: Only) -> Callable[[F], F]:
-    """Shows the function's stdout only where `only` says: for the head (``"head"``), or where a predicate is true.
+    """Shows the function's stdout on some ranks only: on the head (``"head"``), or where `only(info)` is true.
 
     Goes above or below ``@sky.function``. Output of C code and of child processes is covered too.
     """
@@ -198,7 +198,7 @@ def stdout(*, only: Only) -> Callable[[F], F]:
 
 
 def stderr(*, only: Only) -> Callable[[F], F]:
-    """As `stdout`, for stderr, with the same `only`."""
+    """The same as `stdout`, for stderr; `only` has the same meaning."""
     return _limited((2,), only)
 
 
@@ -209,7 +209,7 @@ def silent(function: F) -> F:
 
 def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
     if only != "head" and not callable(only):
-        raise ValueError(f'only={only!r}: "head", or a function of InstanceInfo that says where it is printed')
+        raise ValueError(f'invalid only={only!r}: expected "head", or a function that takes an InstanceInfo')
 
     import inspect  # slow to import, and most workers do not need it
 

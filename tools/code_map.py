@@ -6,14 +6,16 @@
 from __future__ import annotations
 
 import ast
+import itertools
 import re
+import textwrap
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "how_it_works.md"
 _FENCE = re.compile(r"(?<=\n```\n)skyfab/\n.*?(?=```)", re.DOTALL)
 _COLUMN = 34
-_WIDTH = 140
+_WIDTH = 120
 
 
 def drawing() -> str:
@@ -37,22 +39,24 @@ def _folder(folder: Path, indent: str) -> list[str]:
         last = entry is entries[-1]
         name = f"{indent}{'└── ' if last else '├── '}{entry.name}{'/' if entry.is_dir() else ''}"
         text = _sentence(entry / "__init__.py" if entry.is_dir() else entry)
-        lines.append(f"{name:<{_COLUMN}} {text}"[:_WIDTH].rstrip())
+        inner = f"{indent}{'    ' if last else '│   '}"
+        below = f"{inner}│" if entry.is_dir() else inner
+        first, *more = textwrap.wrap(text, _WIDTH - _COLUMN - 1, break_on_hyphens=False) or [""]
+        lines.append(f"{name:<{_COLUMN}} {first}".rstrip())
+        lines += [f"{below:<{_COLUMN}}   {line}" for line in more]
         if entry.is_dir():
-            lines += _folder(entry, f"{indent}{'    ' if last else '│   '}")
+            lines += _folder(entry, inner)
     return lines
 
 
 def _sentence(path: Path) -> str:
-    """The first sentence of a module's docstring, or of the comment at the head of a script."""
+    """The first sentence of a module's docstring, or of the comment at the top of a script."""
     text = path.read_text(encoding="utf-8")
-    if path.suffix == ".sh":
-        comments = [
-            line.lstrip("# ") for line in text.splitlines() if line.startswith("# ") and "shellcheck" not in line
-        ]
-        text = comments[0] if comments else ""
-    else:
-        text = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0].replace("\n", " ")
+    docstring = ast.get_docstring(ast.parse(text)) if path.suffix == ".py" else None
+    if docstring is None:
+        comments = itertools.takewhile(lambda line: line.startswith("#"), text.splitlines())
+        docstring = "\n".join(line.lstrip("# ") for line in comments if line[:2] == "# " and "shellcheck" not in line)
+    text = docstring.partition("\n\n")[0].replace("\n", " ")
     return re.split(r"(?<=[a-z)`])[.;] ", text + " ")[0].strip().removesuffix(".")
 
 

@@ -65,5 +65,5 @@ def main(hosts: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", default="local", help="the device is the first one's; this machine unless said")
+    parser.add_argument("--hosts", default="local", help="uses a device of the first host (default: this machine)")
     main(parser.parse_args().hosts)

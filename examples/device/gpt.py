@@ -71,7 +71,7 @@ def main(hosts: str, steps: int) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", default="local", help="the device is the first one's; this machine unless said")
+    parser.add_argument("--hosts", default="local", help="uses a device of the first host (default: this machine)")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
     main(options.hosts, options.steps)

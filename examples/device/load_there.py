@@ -53,7 +53,7 @@ def train(model: nn.Module, data: digits.Split, device: torch.device) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", default="local", help="the device is the first one's; this machine unless said")
+    parser.add_argument("--hosts", default="local", help="uses a device of the first host (default: this machine)")
     parser.add_argument("--file", default="weights.pt", help="on the host; training continues from it if it exists")
     options = parser.parse_args()
     main(options.hosts, options.file)

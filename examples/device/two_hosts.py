@@ -52,5 +52,5 @@ def main(hosts: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", default="local", help="the first and the last of them; this machine unless said")
+    parser.add_argument("--hosts", default="local", help="uses the first and the last host (default: this machine)")
     main(parser.parse_args().hosts)

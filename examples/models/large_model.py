@@ -24,7 +24,7 @@ def main(hosts: str) -> None:
     net = nets.Net(width=1024, blocks=4)
     with torch.no_grad():
         features = net.features(data.x_train)
-    nets.learn(net.out, features, data.y_train, steps=40, lr=3e-3)  # the last layer will do
+    nets.learn(net.out, features, data.y_train, steps=40, lr=3e-3)  # training only the last layer is enough
     with sky.Compute(hosts or "local", plugins=[sky.plugins.torch()]) as compute:
         model = compute.put(net)
         print(f"{model}: {sum(weights.numel() for weights in net.parameters()) / 1e6:.1f} million weights")

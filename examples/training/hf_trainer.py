@@ -67,5 +67,5 @@ def main(hosts: str) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", default="local", help="two ranks on this machine unless said")
+    parser.add_argument("--hosts", default="local", help="the hosts to train on (default: two ranks on this machine)")
     main(parser.parse_args().hosts)

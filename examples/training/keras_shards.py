@@ -57,7 +57,7 @@ def main(hosts: str, backend: Any) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--hosts", default="local", help="two ranks on this machine unless said")
+    parser.add_argument("--hosts", default="local", help="the hosts to train on (default: two ranks on this machine)")
     parser.add_argument("--backend", default="jax", choices=["jax", "torch", "tensorflow"])
     options = parser.parse_args()
     main(options.hosts, options.backend)

@@ -1,4 +1,4 @@
-"""Hints as the user has to type them: arguments in a program; options, and commands to paste, at the command line."""
+"""Words hints as the user types them: arguments in a program, options and commands to paste at the command line."""
 
 from __future__ import annotations
 

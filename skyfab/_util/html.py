@@ -1,4 +1,4 @@
-"""How values show in a notebook: a base class whose `_repr_html_` is a small table."""
+"""How values are shown in a notebook: a base class whose `_repr_html_` is a small table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks JSON and TOML documents against a description, which is a type: errors name the path of the wrong value.
+"""Checks JSON and TOML documents against a type. Errors name the path of the wrong value.
 
 `parse` takes a dataclass, or a type such as ``list[tuple[int, str]]``; `parse_table` takes a function for each key.
 """

@@ -1,4 +1,4 @@
-"""Numbers as people read them: bytes, and counts of things."""
+"""Formats numbers for people: sizes in bytes, and counts with their nouns."""
 
 from __future__ import annotations
 

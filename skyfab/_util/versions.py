@@ -1,4 +1,4 @@
-"""Versions as tuples, which compare as versions do, and names of processors."""
+"""Versions as tuples, so that they compare correctly, and names of processor architectures."""
 
 from __future__ import annotations
 

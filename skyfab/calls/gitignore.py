@@ -1,4 +1,4 @@
-"""Which files of a folder are taken: without hidden folders, caches, environments, and what patterns exclude.
+"""Selects the files of a folder to send: not hidden folders, caches, environments, or what patterns exclude.
 
 Imports pathspec inside of functions: hosts import this module without it.
 """

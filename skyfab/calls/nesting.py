@@ -1,4 +1,4 @@
-"""Nested pools: a function may open a pool, up to a limit of depth; a module must not while a worker imports it.
+"""Nested pools: a function may open a pool, to a limited depth; a module that a worker imports must not.
 
 A module that opens a pool on import would do so again in every worker of that pool, which would never end.
 """

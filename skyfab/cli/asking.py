@@ -1,4 +1,4 @@
-"""Asks hosts for a command of `skyfab`: connections, installations and output are shown, and Ctrl-C ends all of it."""
+"""Asks hosts a question for a command: shows connections, installations and output, and stops at Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ def asking(hosts: Sequence[Host], inventory: Inventory, *, show: bool) -> Iterat
     events, is_closed = Events(), threading.Event()
 
     def prepare(host: Host, session: str) -> Callable[[Shell], str | None]:
-        return lambda shell: _install_python(host, session, shell, events)
+        def install(shell: Shell) -> str | None:
+            from skyfab.pool.images import install_python  # imported late: few hosts need it
+
+            return install_python(events)(host, session)(shell)
+
+        return install
 
     def stop() -> None:
         is_closed.set()
@@ -38,9 +43,3 @@ def asking(hosts: Sequence[Host], inventory: Inventory, *, show: bool) -> Iterat
         detach()
     if is_closed.is_set():
         raise BrokenPipeError
-
-
-def _install_python(host: Host, session: str, shell: Shell, events: Events) -> str | None:
-    from skyfab.pool.images import install_python  # imported late: few hosts need it
-
-    return install_python(events)(host, session)(shell)

@@ -197,9 +197,8 @@ class Command:
                 raise Exit(code=code)
 
 
-def command(function: Callable[..., int | None]) -> Command:
-    """Makes a function a command: its docstring is the help, and what it returns the exit code."""
-    return Command(function)
+command: Final = Command
+"""Makes a function a command: its docstring is the help, and what it returns the exit code."""
 
 
 def discard_output(stream: TextIO | None = None) -> None:

@@ -1,4 +1,4 @@
-"""`skyfab forward`: ports of a host as ports of this machine."""
+"""`skyfab forward`: forwards ports of a host to this machine."""
 
 from __future__ import annotations
 

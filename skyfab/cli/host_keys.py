@@ -7,8 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -16,25 +15,25 @@ from typing import Final
 from skyfab.errors import HostKeyRefused, SkyfabError, Unreachable, UsageError
 from skyfab.inventory import ssh_config
 from skyfab.inventory.host import Host
-from skyfab.session.fanout import Raised, for_each_host, one_error
+from skyfab.session.fanout import Raised, for_each_host, one_error, results_of
 from skyfab.ui.prompt import answer
 
 _TIMEOUT: Final = 5
 """Timeout in seconds for fetching a host's keys."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True, kw_only=True)
 class Entry:
     """Where a host's keys are fetched, and where they are recorded."""
 
     host: Host
     address: str
     port: str
-    place: str
-    """Both, as ssh-keyscan prints them."""
     name: str
     """In known_hosts."""
     file: Path
+    keys: frozenset[str] = frozenset()
+    """Those that the host presents, each as "kind content"."""
 
 
 def record(hosts: Sequence[Host], *, known_hosts: str | None, replace: bool, yes: bool) -> bool:
@@ -48,17 +47,17 @@ def record(hosts: Sequence[Host], *, known_hosts: str | None, replace: bool, yes
     found = for_each_host(lambda host: _entry(host, known_hosts), hosts)
     failures: list[BaseException] = [one.error for one in found if isinstance(one, Raised)]
     entries = [one for one in found if not isinstance(one, Raised)]
-    keys = _fetched(entries)
+    _fetch_keys(entries)
     new: list[Entry] = []
     for entry in entries:
         try:
-            if not _is_known(entry, keys.get(entry.place, set()), replace=replace):
+            if not _is_known(entry, replace=replace):
                 new.append(entry)
         except SkyfabError as error:
             failures.append(error)
-    agreed = not new or _agreed(new, keys, yes=yes)
+    agreed = not new or _agreed(new, yes=yes)
     for entry in new if agreed else ():
-        _record(entry, keys[entry.place])
+        _record(entry)
     if failures:
         raise one_error(failures, len(hosts))
     return agreed
@@ -89,27 +88,23 @@ def _entry(host: Host, known_hosts: str | None) -> Entry:
             f"host keys cannot be recorded in {file}: not a regular file",
             hint="it is the UserKnownHostsFile of ssh_config; choose another: --known-hosts=FILE",
         )
-    place = address if port == "22" else f"[{address}]:{port}"
-    name = settings.get("hostkeyalias", place)
-    return Entry(host=host, address=address, port=port, place=place, name=name, file=file)
+    name = settings.get("hostkeyalias", address if port == "22" else f"[{address}]:{port}")
+    return Entry(host=host, address=address, port=port, name=name, file=file)
 
 
-def _fetched(entries: Sequence[Entry]) -> Mapping[str, set[str]]:
-    """The keys of each place, as "kind content". Each place is asked once, also if several aliases lead to it."""
-    addresses: dict[str, set[str]] = {}
-    for entry in entries:
-        addresses.setdefault(entry.port, set()).add(entry.address)
-
-    def scan(port: str) -> str:
-        return _run("ssh-keyscan", "-T", str(_TIMEOUT), "-p", port, "--", *sorted(addresses[port])).stdout
-
-    with ThreadPoolExecutor(8) as threads:
-        return _keys("".join(threads.map(scan, addresses)))
+def _fetch_keys(entries: Sequence[Entry]) -> None:
+    """Asks each address once, also if several aliases lead to it: an sshd drops connections if many begin at once."""
+    places = list({(one.address, one.port) for one in entries})
+    scan = ("ssh-keyscan", "-T", str(_TIMEOUT), "-p")
+    found = for_each_host(lambda place: _keys(*scan, place[1], "--", place[0]), places)
+    keys = dict(zip(places, results_of(found), strict=True))
+    for one in entries:
+        one.keys = keys[one.address, one.port]
 
 
-def _is_known(entry: Entry, keys: set[str], *, replace: bool) -> bool:
+def _is_known(entry: Entry, *, replace: bool) -> bool:
     """Whether the keys are recorded already. Raises HostKeyRefused if others are, unless they are to be replaced."""
-    if not keys:
+    if not entry.keys:
         raise Unreachable(
             f"no host key from {entry.address}:{entry.port}",
             host=entry.host.name,
@@ -117,7 +112,7 @@ def _is_known(entry: Entry, keys: set[str], *, replace: bool) -> bool:
         )
     known = _known(entry)
     kinds = {key.split()[0] for key in known}
-    changed = not known & keys or any(key.split()[0] in kinds for key in keys - known)
+    changed = not known & entry.keys or any(key.split()[0] in kinds for key in entry.keys - known)
     if not known or (changed and replace):
         return False
     if changed:
@@ -130,11 +125,11 @@ def _is_known(entry: Entry, keys: set[str], *, replace: bool) -> bool:
     return True
 
 
-def _agreed(entries: Sequence[Entry], keys: Mapping[str, set[str]], *, yes: bool) -> bool:
+def _agreed(entries: Sequence[Entry], *, yes: bool) -> bool:
     """Shows the fingerprints and asks the user, unless `yes`."""
     for entry in entries:
         print(f"{entry.host.name} ({entry.address}:{entry.port}) presents these keys:")
-        text = "".join(f"{key} {entry.host.name}\n" for key in sorted(keys[entry.place]))
+        text = "".join(f"{key} {entry.host.name}\n" for key in sorted(entry.keys))
         for line in _run("ssh-keygen", "-lf", "-", text=text).stdout.splitlines():
             print(f"  {line}")
     if yes:
@@ -146,15 +141,12 @@ def _agreed(entries: Sequence[Entry], keys: Mapping[str, set[str]], *, yes: bool
     return answer(f"record them in {entries[0].file}? [y/N] ").lower() in ("y", "yes")
 
 
-def _known(entry: Entry) -> set[str]:
-    """The recorded keys; ssh-keygen also finds them in hashed lines."""
-    if not entry.file.exists():
-        return set()
-    found = _keys(_run("ssh-keygen", "-F", entry.name, "-f", str(entry.file)).stdout)
-    return set().union(*found.values())
+def _known(entry: Entry) -> frozenset[str]:
+    """The recorded keys, none without a file; ssh-keygen also finds them in hashed lines."""
+    return _keys("ssh-keygen", "-F", entry.name, "-f", str(entry.file))
 
 
-def _record(entry: Entry, keys: set[str]) -> None:
+def _record(entry: Entry) -> None:
     """Removes the recorded keys of a host, and appends the new ones in a single write."""
     try:
         entry.file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -162,7 +154,7 @@ def _record(entry: Entry, keys: set[str]) -> None:
             raise UsageError(f"cannot remove the old key from {entry.file}: {done.stderr.strip()}")
         has_end = not entry.file.exists() or entry.file.read_bytes()[-1:] in (b"", b"\n")
         with os.fdopen(os.open(entry.file, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "w") as file:
-            file.write(("" if has_end else "\n") + "".join(f"{entry.name} {key}\n" for key in sorted(keys)))
+            file.write(("" if has_end else "\n") + "".join(f"{entry.name} {key}\n" for key in sorted(entry.keys)))
     except OSError as error:
         raise UsageError(
             f"cannot write {entry.file}: {error.strerror}", hint="choose another: --known-hosts=FILE"
@@ -170,14 +162,10 @@ def _record(entry: Entry, keys: set[str]) -> None:
     print(f"{entry.host.name}: recorded in {entry.file}")
 
 
-def _keys(text: str) -> Mapping[str, set[str]]:
-    """The keys in lines of known_hosts, by name."""
-    found: dict[str, set[str]] = {}
-    for line in text.splitlines():
-        words = line.split()
-        if len(words) >= 3 and not line.startswith(("#", "@")):
-            found.setdefault(words[0], set()).add(f"{words[1]} {words[2]}")
-    return found
+def _keys(*argv: str) -> frozenset[str]:
+    """The keys in the lines of known_hosts that a program prints."""
+    lines = [line.split() for line in _run(*argv).stdout.splitlines() if not line.startswith(("#", "@"))]
+    return frozenset(f"{words[1]} {words[2]}" for words in lines if len(words) >= 3)
 
 
 def _run(*argv: str, text: str = "") -> subprocess.CompletedProcess[str]:

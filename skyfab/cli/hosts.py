@@ -1,4 +1,4 @@
-"""`skyfab hosts`: shows what each host is and does: system, load, memory, disk, GPUs and who uses them."""
+"""`skyfab hosts`: shows the hardware and state of each host: system, load, memory, disk, GPUs and who uses them."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""`skyfab init`: from ssh_config and known_hosts to an inventory.toml with hosts that work."""
+"""`skyfab init`: writes an inventory.toml with the usable hosts of ssh_config and known_hosts."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -43,15 +44,14 @@ def init(
         skyfab init 'gpu*' --yes
         skyfab init node1,node2
     """
-    from dataclasses import replace
-
     path = Path(_FILE)
     if os.path.lexists(path):
         raise UsageError(f"{path} already exists", hint="skyfab doctor checks its hosts")
     known = _known()
     chosen = _named(_chosen(known, hosts, yes=yes))
     outcomes = _greeted(chosen, known)
-    if strangers := [one.host for one in outcomes if _is_unknown(one)]:
+    # A key that differs from the one on record is for `skyfab trust --replace`.
+    if strangers := [one.host for one in outcomes if isinstance(one.error, HostKeyRefused) and one.error.is_unknown]:
         again = _greeted(_recorded(strangers, yes=yes), known)
         by_name = {one.host.name: one for one in again}
         outcomes = [by_name.get(one.host.name, one) for one in outcomes]
@@ -77,8 +77,6 @@ def init(
 
 def _known() -> Inventory:
     """The aliases of ssh_config, if any. Other names and addresses can be selected, too."""
-    from dataclasses import replace
-
     from skyfab.inventory.inventory import Inventory
 
     try:
@@ -93,8 +91,6 @@ def _known() -> Inventory:
 
 def _named(hosts: Sequence[Host]) -> list[Host]:
     """The hosts with names that an inventory can have: an address with user or port cannot be a name there."""
-    from dataclasses import replace
-
     from skyfab.inventory.host import NAME
 
     found: dict[str, Host] = {}
@@ -146,11 +142,6 @@ def _greeted(hosts: Sequence[Host], known: Inventory) -> list[Outcome[Survey]]:
 
     with asking(hosts, known, show=is_rich(sys.stdout, sys.stderr)) as asker:
         return asker.ask(SURVEY)
-
-
-def _is_unknown(outcome: Outcome[Survey]) -> bool:
-    """Its key is not on record. One that differs from the record is for `skyfab trust --replace`."""
-    return isinstance(outcome.error, HostKeyRefused) and outcome.error.is_unknown
 
 
 def _recorded(hosts: list[Host], *, yes: bool) -> list[Host]:

@@ -1,4 +1,4 @@
-"""Hands `skyfab run` over to the project's own Python, where the command was installed apart from the project."""
+"""Continues `skyfab run` with the project's own Python, if the command was installed outside the project."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Annotated
 
@@ -44,7 +45,7 @@ def lab_up(
 def lab_down() -> None:
     """Remove the temporary hosts.
 
-    Leaves no processes, networks or files of theirs.
+    Removes their processes, networks and files.
 
         skyfab lab.down
     """
@@ -62,8 +63,6 @@ def lab_status(json_: Json = False) -> None:
         skyfab lab.status
         skyfab lab.status --json
     """
-    import os
-
     from skyfab import lab
     from skyfab.lab.persistent import find
 

@@ -89,9 +89,7 @@ class CommandLine:
     def parse(self, words: Sequence[str]) -> Line:
         """Reads a command line; prints help if that is asked for, and exits. Raises UsageError."""
         words = list(words) or ["--help"]
-        if words[0] in ("-l", "--list"):
-            words[0] = "--help"
-        if words[0] in ("help", "-h", "--help"):  # invoke has `--help TASK`
+        if words[0] in ("help", "-h", "--help", "-l", "--list"):  # invoke has `--list`, and `--help TASK`
             words = [*words[1:2], "--help"]
         at = next((number for number, word in enumerate(words) if not word.startswith("-")), len(words))
         general = argparse.Namespace()
@@ -107,14 +105,14 @@ class CommandLine:
         return self._parse_command(name, given, verbose="verbose" in general)
 
     def _parse_command(self, name: str, words: list[str], *, verbose: bool) -> Line:
-        command, rest = self._commands[name], list[str]()
+        command, own, rest = self._commands[name], words, list[str]()
         parser = self.parsers.setdefault(name, CommandParser(command))
         if command.rest is not None and not command.rest.option.follows and "--" in words:
             at = words.index("--")
-            words, rest = words[:at], words[at + 1 :]
+            own, rest = words[:at], words[at + 1 :]
         # argparse takes hosts on both sides of an option only in this way.
         has_plain = any(one.option.plain for one in command.parameters)
-        found, unknown = (parser.parse_known_intermixed_args if has_plain else parser.parse_known_args)(words)
+        found, unknown = (parser.parse_known_intermixed_args if has_plain else parser.parse_known_args)(own)
         values = vars(found)
         if unknown:
             raise self._unknown_words(unknown, name, words)

@@ -1,4 +1,4 @@
-"""`skyfab put` and `skyfab get`: files and folders to hosts and back."""
+"""`skyfab put` and `skyfab get`: copy files and folders to hosts and back."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def get(
     path: Annotated[str, Option("a file, a folder or a pattern on the hosts", "PATH")],
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
-    to: Annotated[str, Option("the folder on this machine to put it into", "FOLDER")] = ".",
+    to: Annotated[str, Option("the folder on this machine to put them into", "FOLDER")] = ".",
 ) -> None:
     """Copy files and folders from hosts.
 

@@ -32,7 +32,7 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
     """List detached runs, the latest first.
 
     Shows the ID, state, start, ranks, GPUs, hosts, name and last line of each. Without --hosts, includes runs on this
-    machine. Exits with 3 if a host does not answer.
+    machine. Exits with 3 if a host does not respond.
 
         skyfab runs
         skyfab runs node1
@@ -47,7 +47,7 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
     elif found:
         show_runs(found)
     elif not errors:
-        print(HINTS.adapted("no runs found; of other hosts: skyfab runs --inventory=FILE"), file=sys.stderr)
+        print(HINTS.adapted("no runs found; for other hosts: skyfab runs --inventory=FILE"), file=sys.stderr)
     for error in errors:
         print(report.text(error), file=sys.stderr)
     return 3 if errors else 0

@@ -11,11 +11,11 @@ from skyfab.ui.terminal import clean_lines
 
 @command
 def stacks(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = False) -> int:
-    """Show what all ranks are doing, identical stacks grouped.
+    """Show what all ranks are doing, with identical stacks grouped.
 
     Shows the Python stack of each of your ranks on the hosts, whichever program started it, even if it hangs in a
     collective: "3 ranks in all_reduce at …, 1 rank in load at …". Does not disturb the ranks. Exits with 3 if a host
-    does not answer.
+    does not respond.
 
         skyfab stacks
         skyfab stacks node1 node2

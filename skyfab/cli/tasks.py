@@ -1,4 +1,4 @@
-"""All commands of `skyfab`, and its program.
+"""The list of all commands of `skyfab`, and its main function.
 
 ``skyfab``, ``invoke`` and ``./inv`` run the same commands; each is declared in a module of `skyfab.cli`.
 """
@@ -18,10 +18,11 @@ from typing import Final
 from skyfab import __version__
 from skyfab._util.hints import HINTS
 from skyfab.cli import report, verbose
-from skyfab.cli.command import Command, Exit, discard_output, flush_output
+from skyfab.cli.command import Command, Exit, flush_output
 from skyfab.cli.parser import CommandLine
 from skyfab.cli.sigterm import SIGTERM
 from skyfab.errors import UsageError
+from skyfab.ui.terminal import unwritten
 
 _NAMES: Final = (
     *("train", "run", "runs", "logs", "attach", "stop", "init", "hosts", "top", "doctor", "stacks", "exec", "ssh"),
@@ -69,8 +70,7 @@ def main(argv: Sequence[str] | None = None, commands: Mapping[str, Command] = CO
     except OSError as error:
         if error.errno not in (errno.EPIPE, errno.ENOSPC, errno.EBADF):
             raise
-        discard_output()
-        sys.exit(1 if error.errno == errno.EPIPE else f"error: standard output: {error.strerror}")
+        unwritten.append(error)
     finally:
         flush_output()
         gc.freeze()  # Python would examine every object again, for longer than most commands compute

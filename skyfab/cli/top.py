@@ -29,7 +29,7 @@ def top(
 
     Shows what `skyfab hosts` and `skyfab runs` show, and keeps one connection to each host open. Keys: arrows select, l
     follows the log of a run, s shows the stacks of its ranks, x stops it, ? lists all keys, q quits. If the output is
-    not a terminal, prints it once, and exits with 3 if a host does not answer.
+    not a terminal, prints it once, and exits with 3 if a host does not respond.
 
         skyfab top
         skyfab top --hosts=gpu --every=5

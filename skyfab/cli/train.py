@@ -1,16 +1,19 @@
-"""`skyfab train`: a demo that sends a small digit classifier to hosts, trains it on all ranks (DDP), evaluates it."""
+"""`skyfab train`: a demo: sends a small digit classifier to hosts, trains it on all ranks (DDP) and evaluates it."""
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Annotated, Any
+from typing import Annotated, Any, Final
 
 from skyfab._util.sizes import counted
 from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
 from skyfab.cli.image_options import ImageOptions, Index
 from skyfab.errors import UsageError
+
+_say: Final = functools.partial(print, flush=True)
 
 
 @command
@@ -94,10 +97,6 @@ def _plot(history: Sequence[Any]) -> None:
         ("accuracy", [epoch.accuracy for epoch in history], _percent(history[-1].accuracy)),
     ):
         _say(f"{name:<8} {columns(values)} {last}")
-
-
-def _say(text: str) -> None:
-    print(text, flush=True)
 
 
 def _percent(fraction: float) -> str:

@@ -13,7 +13,7 @@ def trust(
     hosts: Hosts = None,
     inventory: InventoryFile = None,
     known_hosts: Annotated[
-        str | None, Option("the file to record them in; without it, the one that ssh uses", "FILE")
+        str | None, Option("the file to record them in", "FILE", default="the one that ssh uses")
     ] = None,
     replace: Annotated[bool, Option("replace a recorded key that differs")] = False,
     yes: Annotated[bool, Option("do not ask")] = False,

@@ -1,4 +1,4 @@
-"""What `skyfab train` and the examples learn from: handwritten digits, and a small classifier.
+"""The data and model of `skyfab train` and the examples: handwritten digits, and a small classifier.
 
 ``digits.csv.gz`` has 1,797 digits: a line for each, first the digit, then its 8×8 pixels row by row, from 0 (paper) to
 16 (ink). It is the test part of "Optical Recognition of Handwritten Digits" by E. Alpaydin and C. Kaynak (1998), UCI

@@ -1,4 +1,4 @@
-"""The state of detached runs, as their hosts answer it (skyfab.host.ask.runs)."""
+"""The state of detached runs, as reported by their hosts (skyfab.host.ask.runs)."""
 
 from __future__ import annotations
 

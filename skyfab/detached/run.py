@@ -92,7 +92,7 @@ class Run(ShownAsTable):
 
     @property
     def last(self) -> str:
-        """The last line that a rank wrote, as of the last query; not one that says nothing."""
+        """The last line that a rank wrote, as of the last query, without the start-up lines of frameworks."""
         lines = (part.last for part in self._parts)
         return settled(next((line for line in lines if line and not is_noise(line)), ""))[:200]
 
@@ -104,7 +104,7 @@ class Run(ShownAsTable):
 
     @property
     def has_ended(self) -> bool:
-        """As of the last query, it runs on none of its hosts; all of them were asked."""
+        """Whether all of its hosts responded to the last query, and none of them still runs it."""
         states = {part.state for part in self._parts}
         return len(self._parts) == len(self.hosts) and states.isdisjoint(("running", "unreachable"))
 
@@ -336,7 +336,7 @@ def runs(
     """The runs on these `hosts`, the latest first; for None, on those of the `inventory` and this machine.
 
     With ``results="data"`` hosts are not trusted, as for `Compute`.
-    Raises a HostError if a host cannot be queried.
+    Raises HostError if a host cannot be queried.
     """
     found, errors = survey(Inventory.of(inventory), hosts, results=results)
     if errors:
@@ -377,10 +377,10 @@ def attach(
     inventory: str | os.PathLike[str] | Inventory | None = None,
     results: Results = "any",
 ) -> Run:
-    """The run whose id begins with `id`, or that has this name; of several with that name, the newest that is running.
+    """The run with this name, or whose id begins with `id`; of several with the name, the newest, a running one first.
 
     `hosts`, `inventory` and `results` are as for `Compute`; without `hosts`, those of the inventory and this machine.
-    Raises UsageError if there is none, or if an id prefix matches several.
+    Raises UsageError if there is no such run, or if several ids begin with `id`.
     """
     if not id:  # else it would be the beginning of every id
         raise UsageError("no run was named", hint="to list them: skyfab runs")

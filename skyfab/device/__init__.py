@@ -1,4 +1,4 @@
-"""Remote tensors: PyTorch in this program, with the memory and the computation on a host."""
+"""Remote devices: PyTorch tensors of this program whose memory and computation are on a host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arguments of operators that are not tensors of the device, or not as its host has them."""
+"""Arguments of operators that cannot be sent unchanged: tensors of other devices, lazy views, generators."""
 
 from __future__ import annotations
 
@@ -68,8 +68,6 @@ def refuse_overlap(tensor: torch.Tensor) -> None:
 
 def move_indices(tensor: torch.Tensor, indices: Any) -> Any:
     """Indices may be in this process's memory, as they may be for CUDA: they are uploaded."""
-    if type(indices) not in (list, tuple):
-        return indices
     return [index if index is None or is_remote(index) else index.to(tensor.device) for index in indices]
 
 

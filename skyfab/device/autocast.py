@@ -49,15 +49,13 @@ def register() -> list[torch.library.Library]:
     rest = torch.library.Library("_", "IMPL")
     rest.fallback(torch.library.fallthrough_kernel, "AutocastPrivateUse1")
     library = torch.library.Library("aten", "IMPL")
-    for full in torch._C._dispatch_get_all_op_names():
+    for full in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
         name = full.removeprefix("aten::")
-        if name != full and torch._C._dispatch_has_kernel_for_dispatch_key(full, "AutocastCUDA"):
+        if name != full and name not in _PROMOTED:
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, base), overload or "default")
-            if name not in _PROMOTED:
-                is_lower = name in _LOWER or name.lstrip("_").startswith("conv")
-                kernel = _linear if name == "linear" else _casting(op, lower=is_lower)
-                library.impl(name, kernel, "AutocastPrivateUse1")
+            is_lower = name in _LOWER or name.lstrip("_").startswith("conv")
+            library.impl(name, _linear if name == "linear" else _casting(op, lower=is_lower), "AutocastPrivateUse1")
     return [rest, library]
 
 

@@ -1,4 +1,4 @@
-"""Batches: instructions that are sent together, until the host has replied to them."""
+"""Batches: instructions that are sent together, and are kept until the host has replied."""
 
 from __future__ import annotations
 

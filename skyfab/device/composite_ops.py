@@ -1,4 +1,4 @@
-"""Operators that PyTorch composes of many others, as one instruction each way.
+"""Composite operators, such as attention: one instruction forward and one backward instead of many.
 
 The host keeps the autograd graph of the forward for the backward, under a handle that is freed like a tensor.
 """
@@ -11,11 +11,11 @@ from typing import Any, Final
 
 import torch
 
-from skyfab.device import kernels, meta, plans, tensors
+from skyfab.device import meta, plans, tensors
 from skyfab.device.arguments import common_device
 from skyfab.device.kernels import make_kernel
-from skyfab.device.plans import Plan, finish
-from skyfab.device.tensors import is_remote, layout_of, operands
+from skyfab.device.plans import finish
+from skyfab.device.tensors import is_remote, operands
 from skyfab.host.device import composite_host, wire
 
 _aten: Final = torch.ops.aten
@@ -33,12 +33,15 @@ _OPERATORS: Final = (
 
 def undifferentiated() -> dict[str, Callable[..., Any]]:
     """Kernels below autograd, by operator."""
-    return {"linear": make_kernel(_aten.linear.default), "linear_backward": _linear_backward}
+    return {
+        "linear": make_kernel(_aten.linear.default),
+        "linear_backward": lambda *args: _linear_gradients("linear_backward", *args),
+    }
 
 
 def differentiable() -> dict[str, Callable[..., Any]]:
     """Kernels that have a gradient of their own, by operator."""
-    return {op._schema.name.removeprefix("aten::") + kernels.overload(op): _composite(op) for op in _OPERATORS}
+    return {op.name().removeprefix("aten::"): _composite(op) for op in _OPERATORS}
 
 
 def call(
@@ -60,15 +63,10 @@ def call(
     plan = _cache.get(keys)
     if plan is None:
         plans.before_plan()
-        index = common_device([*plain, device], {})
-        stream = tensors.streams[index]
+        stream = tensors.streams[common_device([*plain, device], {})]
         with stream.link.guard:
             made = outputs()
-        found = [None if t is None else layout_of(tuple(t.shape), t.stride(), t.dtype, index) for t in made]
-        plan = Plan(plans.new_number(), stream, found, list(range(len(found))))
-        plan.single = None
-        plan.stream.emit([wire.PLAN, plan.number, f"sky::{name}", template, (), kernels.layouts(found)])
-        plans.remember(_cache, keys, plan)
+        plan = _cache[keys] = plans.new_plan(stream, f"sky::{name}", (template, ()), made, list(range(len(made))))
     instruction[0] = plan.number
     result = finish(plan, instruction, ())
     return result if isinstance(result, tuple) else (result,)
@@ -111,10 +109,6 @@ def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...]:
     return (wire.TENSOR,) if is_remote(tensor) else (wire.SCALAR_TENSOR,)
 
 
-def _linear_backward(x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, mask: Sequence[bool]) -> Any:
-    return _linear_gradients("linear_backward", x, grad, weight, tuple(mask))
-
-
 def _linear_gradients(
     name: str, x: torch.Tensor, grad: torch.Tensor, weight: torch.Tensor, wanted: Sequence[bool], *more: Any
 ) -> Any:
@@ -127,7 +121,7 @@ def _linear_gradients(
             for (shape, dtype), is_wanted in zip(kinds, wanted, strict=True)
         ]
 
-    return call(name, [[x, grad, weight], wanted, *more], outputs, x.device)
+    return call(name, [[x, grad, weight], tuple(wanted), *more], outputs, x.device)
 
 
 class CastLinear(torch.autograd.Function):  # type: ignore[misc]
@@ -153,7 +147,7 @@ class CastLinear(torch.autograd.Function):  # type: ignore[misc]
 
 def _composite(op: Any) -> Callable[..., Any]:
     """A kernel that calls the whole operator on the host."""
-    name = op._schema.name + kernels.overload(op)
+    name = op.name()
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         found: list[torch.Tensor] = []

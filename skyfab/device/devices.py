@@ -1,4 +1,4 @@
-"""What a program does with remote devices beyond PyTorch's own functions. Importing this does not import torch."""
+"""The public functions for remote devices, besides PyTorch's own. Importing this does not import torch."""
 
 from __future__ import annotations
 
@@ -100,14 +100,14 @@ def memory(device: torch.device) -> dict[str, int]:
 
 
 def fetch(tensor: torch.Tensor) -> Future[torch.Tensor]:
-    """Starts to copy the remote `tensor` to this machine; the program continues. The result is the copy."""
+    """Copies the remote `tensor` to this machine while the program continues. The future's result is the copy."""
     from skyfab.device import manual_kernels
 
     return manual_kernels.fetch_later(tensor)
 
 
 def prefetch(loader: Iterable[T], device: torch.device, depth: int = 2) -> Iterator[T]:
-    """The batches of `loader`, on `device`. The next `depth` ones are sent while the program works on one."""
+    """The batches of `loader`, on `device`. The next `depth` batches are sent while the program works on one."""
     import collections
 
     import torch

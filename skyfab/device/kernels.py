@@ -26,9 +26,9 @@ from skyfab.device.arguments import (
     refuse_overlap,
     resolve,
 )
-from skyfab.device.plans import Plan, before_plan, finish, new_cache, new_number, remember
+from skyfab.device.plans import Plan, before_plan, finish, new_cache, new_plan
 from skyfab.device.storages import by_address
-from skyfab.device.tensors import DTYPE_NUMBERS, TYPE, Layout, is_remote, layout_of, operand, operands
+from skyfab.device.tensors import TYPE, is_remote, operand, operands
 from skyfab.host.device import wire
 
 _NUMBERS: Final = frozenset((int, float, bool, complex))
@@ -122,7 +122,7 @@ def _source(op: Any) -> str:
     """The source of an operator's kernel."""
     schema, name = op._schema, _name(op)
     is_lazy = name not in _PHYSICAL and any(
-        torch._C._dispatch_has_kernel_for_dispatch_key(schema.name + overload(op), key) for key in _LAZY
+        torch._C._dispatch_has_kernel_for_dispatch_key(op.name(), key) for key in _LAZY
     )
     parameters: list[str] = []
     names: list[str] = []
@@ -189,7 +189,7 @@ def _plan_call(
         return _Result(execute_dynamic(op, args, kwargs))
     if plan == "again":
         return _Result(kernel(*args, **kwargs))
-    remember(plans, key, plan)
+    plans[key] = plan
     return plan  # type: ignore[no-any-return]
 
 
@@ -251,8 +251,7 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
         raise NotImplementedError(f"{_name(op)}: a {TYPE} device has dense tensors only, not layout={kwargs['layout']}")
     if _name(op) in _SAME_DTYPE:
         _check_dtypes(op, args)
-    index = common_device(args, kwargs)
-    stream = tensors.streams[index]
+    stream = tensors.streams[common_device(args, kwargs)]
     _require_remote_results(op, args, kwargs)
     try:
         with stream.link.guard:  # PyTorch imports much when this is called first, and half an import stays one
@@ -268,10 +267,10 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
             resized = True
     if resized:
         return "again"
-    outputs: list[Layout | None] = []
+    outputs: list[torch.Tensor | None] = []
 
     def add(output: torch.Tensor | None) -> int:
-        outputs.append(None if output is None else layout_of(tuple(output.shape), output.stride(), output.dtype, index))
+        outputs.append(output)
         return len(outputs) - 1
 
     returns = op._schema.returns
@@ -286,9 +285,7 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
         else:
             return None
     template = _template(op, args, kwargs, is_operand=is_operand)
-    plan = Plan(new_number(), stream, outputs, results or None)
-    stream.emit([wire.PLAN, plan.number, op._schema.name + overload(op), *template, layouts(outputs)])
-    return plan
+    return new_plan(stream, op.name(), template, outputs, results or None)
 
 
 def _check_dtypes(op: Any, args: Sequence[Any]) -> None:
@@ -318,24 +315,13 @@ def _require_remote_results(op: Any, args: Sequence[Any], kwargs: Mapping[str, A
                     refuse_overlap(value)
 
 
-def layouts(outputs: Sequence[Layout | None]) -> list[Any]:
-    """The layouts of outputs as the host is sent them."""
-    return [None if out is None else (out.shape, out.stride, DTYPE_NUMBERS[out.dtype]) for out in outputs]
-
-
 def _name(op: Any) -> str:
     return op._schema.name.removeprefix("aten::")  # type: ignore[no-any-return]
 
 
-def overload(op: Any) -> str:
-    return f".{op._schema.overload_name}" if op._schema.overload_name else ""
-
-
 def _written_argument(op: Any, returned: Any) -> int:
-    for at, argument in enumerate(op._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.before_set == returned.alias_info.before_set:
-            return at
-    raise RuntimeError(f"{op} returns something that it was not given")
+    sets = [argument.alias_info and argument.alias_info.before_set for argument in op._schema.arguments]
+    return sets.index(returned.alias_info.before_set)
 
 
 def _template(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_operand: bool) -> tuple[Any, Any]:
@@ -375,21 +361,13 @@ def execute_dynamic(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     stream = tensors.streams[common_device(args, kwargs)]
     template = _template(op, args, kwargs, is_operand=False)
     found: list[Any] = []
-
-    def collect(value: Any) -> None:
+    for value in _flat((*args, *kwargs.values())):
         if isinstance(value, torch.Tensor):
             found.append(operand(value)[1])
         elif isinstance(value, torch.Generator):
             generator_operand(value, found)
-        elif isinstance(value, list | tuple):
-            for item in value:
-                collect(item)
-
-    for value in (*args, *kwargs.values()):
-        collect(value)
-    name = op._schema.name + overload(op)
     first = tensors.new_block()
-    value = tensors.result_of(stream, [wire.DYNAMIC, name, *template, found, first], first)
+    value = tensors.result_of(stream, [wire.DYNAMIC, op.name(), *template, found, first], first)
     returns = op._schema.returns
     if not returns:
         return None

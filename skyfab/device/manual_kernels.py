@@ -67,10 +67,9 @@ def _empty(
     size: Sequence[int],
     *,
     dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
     device: torch.device | None = None,
-    pin_memory: bool | None = None,
     memory_format: torch.memory_format | None = None,
+    **_: Any,  # layout and pin_memory: they mean nothing here, and below
 ) -> torch.Tensor:
     if memory_format is None or memory_format is torch.contiguous_format:
         stride, step = [], 1
@@ -87,9 +86,8 @@ def _empty_strided(
     stride: Sequence[int],
     *,
     dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
     device: torch.device | None = None,
-    pin_memory: bool | None = None,
+    **_: Any,
 ) -> torch.Tensor:
     stream = _stream(device)
     found = layout_of(tuple(size), tuple(stride), dtype or torch.get_default_dtype(), stream.index)
@@ -187,11 +185,9 @@ def _to_copy(
     self: torch.Tensor,
     *,
     dtype: torch.dtype | None = None,
-    layout: torch.layout | None = None,
     device: torch.device | None = None,
-    pin_memory: bool | None = None,
-    non_blocking: bool = False,
     memory_format: torch.memory_format | None = None,
+    **_: Any,
 ) -> torch.Tensor:
     """``Tensor.to``. A conversion on the device is one instruction; a copy to another device is written there."""
     self = self.resolve_conj().resolve_neg()
@@ -206,7 +202,7 @@ def _to_copy(
     if is_remote(self) and device.type == TYPE and self.numel():
         stream = _stream(device)
         if channel := p2p_client.channel_between(stream_of(self), stream):
-            made, _ = layout_of(tuple(meta.shape), meta.stride(), meta.dtype, stream.index).new()
+            made = layout_of(tuple(meta.shape), meta.stride(), meta.dtype, stream.index).new()[0]
             p2p_client.copy(channel, made, self, is_new=True)
             return made
     return torch.empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device).copy_(self)

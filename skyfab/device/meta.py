@@ -1,4 +1,4 @@
-"""Predicts the layout of results with PyTorch's tensors that have a layout and no memory."""
+"""Predicts the layout of results on PyTorch's meta device, whose tensors have no memory."""
 
 from __future__ import annotations
 

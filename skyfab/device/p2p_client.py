@@ -1,4 +1,4 @@
-"""Copies from one remote device to another. The bytes go from host to host, where these reach each other.
+"""Copies from one remote device to another. The bytes go from host to host, if the hosts can reach each other.
 
 For each copy one worker gets an instruction to send and the other one to receive. Workers execute their instructions in
 order, and may wait for each other: so the copies of a program have one order, and sending comes before receiving.

@@ -1,4 +1,4 @@
-"""Plans: how a kind of call is executed, as the client and the host have agreed on it."""
+"""Plans: how an operator is executed with certain shapes, dtypes and options; sent to the host once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from skyfab.device import tensors
 from skyfab.device.arguments import is_recorded
 from skyfab.device.stream import DeviceStream
-from skyfab.device.tensors import Layout
+from skyfab.device.tensors import DTYPE_NUMBERS, Layout, layout_of
 from skyfab.host.device import wire
 
 _MOST_PLANS: Final = 20_000
@@ -36,16 +36,23 @@ class Plan:
         """Whether it changes an argument in place."""
 
 
-new_number: Final = itertools.count().__next__
-"""The number of a new plan."""
+_new_number: Final = itertools.count().__next__
 _caches: Final[list[dict[Any, Plan]]] = []
-_plans = 0
+
+
+def new_plan(
+    stream: DeviceStream, name: str, template: tuple[Any, Any], outputs: Sequence[torch.Tensor | None], results: Any
+) -> Plan:
+    """Makes a plan for a function of the host, and sends it. `outputs` are meta tensors."""
+    layouts = [t if t is None else layout_of(tuple(t.shape), t.stride(), t.dtype, stream.index) for t in outputs]
+    plan = Plan(_new_number(), stream, layouts, results)
+    described = [one if one is None else (one.shape, one.stride, DTYPE_NUMBERS[one.dtype]) for one in layouts]
+    stream.emit([wire.PLAN, plan.number, name, *template, described])
+    return plan
 
 
 def forget_plans() -> None:
     """Forgets all plans, in this program and on the hosts."""
-    global _plans
-    _plans = 0
     for cache in _caches:
         cache.clear()
     for stream in tensors.streams:
@@ -59,15 +66,9 @@ def new_cache() -> dict[Any, Plan]:
     return cache
 
 
-def remember(cache: dict[Any, Plan], key: Any, plan: Plan) -> None:
-    global _plans
-    cache[key] = plan
-    _plans += 1
-
-
 def before_plan() -> None:
     """Makes room: must be called before a plan is made, and not while an instruction is being built for another."""
-    if _plans >= _MOST_PLANS:
+    if sum(map(len, _caches)) >= _MOST_PLANS:
         forget_plans()
 
 

@@ -1,4 +1,4 @@
-"""The stream of a device: instructions go out in batches, replies and errors come back.
+"""The stream of a device: sends instructions in batches, and receives replies and errors.
 
 Instructions are collected and sent when there are enough of them, when a reply is needed, or a few milliseconds later.
 The program is not held up by the host, except where it needs a value, or is too far ahead.

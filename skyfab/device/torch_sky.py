@@ -1,4 +1,4 @@
-"""``torch.sky``: what PyTorch asks about remote devices, and their random numbers."""
+"""``torch.sky``: the module in which PyTorch looks up properties of remote devices, and their random state."""
 
 from __future__ import annotations
 

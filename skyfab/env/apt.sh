@@ -1,5 +1,5 @@
 # shellcheck shell=sh
-# Installs those Debian packages that are missing. Where that is not possible, prints their names and exits with 3 if
+# Installs the Debian packages that are missing. Where that is not possible, prints their names and exits with 3 if
 # there is no apt-get, with 4 if the user may not use it.
 #
 # Given by env/install.py: the packages as $@, each as apt-get takes it: NAME or NAME=VERSION.

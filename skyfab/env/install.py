@@ -23,7 +23,7 @@ from skyfab.env import probe
 from skyfab.env.facts import Facts, Target
 from skyfab.env.lock import Lock
 from skyfab.env.tools import python_for, uv_for
-from skyfab.env.uv import digest_of, is_public, origin, reason, redact
+from skyfab.env.uv import is_public, origin, reason, redact
 from skyfab.env.wheels import Wheel, fetch
 from skyfab.errors import HostUnfit
 from skyfab.protocol.blobs import name_of
@@ -72,8 +72,7 @@ class Package:
 
     @classmethod
     def of_file(cls, path: Path, *, sha256: str | None = None, program: bool = False) -> Package:
-        if sha256 is None:
-            sha256 = digest_of(path)
+        sha256 = sha256 or name_of(path.read_bytes())
         return cls(sha256=sha256, filename=path.name, size=path.stat().st_size, content=path, program=program)
 
     @classmethod

@@ -18,7 +18,7 @@ from skyfab._util.cache import cache_folder
 from skyfab.calls.image import Image
 from skyfab.env import uv
 from skyfab.env.facts import Target
-from skyfab.env.resolve import LockError, Pins, Request, Resolver, clean, requirement, sum_of
+from skyfab.env.resolve import LockError, Pins, Request, Resolver, clean, requirement
 from skyfab.env.sdists import Source, is_built
 from skyfab.env.uvlock import check_files, files_of, read_pins
 from skyfab.env.wheels import Wheel, applies, tags
@@ -93,7 +93,7 @@ def _made(request: Request, *, upgrade: bool) -> Lock:
             check_files(text, request.pins)
             known = _lock(text, request.target)
             _check_hashes(known, request.pins.allowed)
-            atomic.write(path, f"# {sum_of(text)}\n{text}", mode=0o644)
+            atomic.write(path, f"# {uv.sum_of(text)}\n{text}", mode=0o644)
     return known
 
 
@@ -152,7 +152,7 @@ def _lock(text: str, target: Target, *, base: Path = Path()) -> Lock:
         raise LockError(f"not a pylock.toml: {error}") from error
     wheels.sort(key=lambda wheel: wheel.package)
     content = [target.python, uv.platform_of(target), *((one.package, one.version, one.sha256) for one in wheels)]
-    return Lock(text=clean(text), wheels=tuple(wheels), digest=sum_of(json.dumps(content)))
+    return Lock(text=clean(text), wheels=tuple(wheels), digest=uv.sum_of(json.dumps(content)))
 
 
 def _choose(package: Mapping[str, Any], target: Target, order: Mapping[Any, int], base: Path) -> Wheel:
@@ -163,7 +163,7 @@ def _choose(package: Mapping[str, Any], target: Target, order: Mapping[Any, int]
     name, offered = package["name"], [*package.get("wheels", ())]
     if "archive" in package:  # a direct URL
         offered.append(package["archive"])
-    best: tuple[tuple[Any, ...], Wheel] | None = None
+    fitting: list[tuple[Any, ...]] = []
     for one in offered:
         url = one.get("url") or (base / one["path"]).absolute().as_uri()
         filename = one.get("name") or unquote(urlsplit(url).path).rpartition("/")[2]
@@ -174,22 +174,19 @@ def _choose(package: Mapping[str, Any], target: Target, order: Mapping[Any, int]
         except InvalidWheelFilename:
             continue
         ranks = [order[label] for label in labels if label in order]
-        rank = (min(ranks), tuple(-part if isinstance(part, int) else part for part in build)) if ranks else None
-        if rank is not None and (best is None or rank < best[0]):
-            sha256 = one.get("hashes", {}).get("sha256", "")
-            if not re.fullmatch(r"[0-9a-f]{64}", sha256):
-                raise LockError(f"{name}: {filename} has no sha256 in the lock")
-            known = str(package.get("version") or version)
-            best = (
-                rank,
-                Wheel(package=name, version=known, filename=filename, url=url, sha256=sha256, size=one.get("size")),
-            )
-    if best is None:
+        if ranks:
+            newest = tuple(-part if isinstance(part, int) else part for part in build)
+            fitting.append((min(ranks), newest, filename, url, str(package.get("version") or version), one))
+    if not fitting:
         raise LockError(
             f"{name} {package.get('version', '')} has no wheel for Python {target.python} on {uv.described(target)}",
             hint="lock it for that platform too, or choose a version that has a wheel for it",
         )
-    return best[1]
+    *_, filename, url, version, one = min(fitting, key=lambda wheel: wheel[:2])
+    sha256 = one.get("hashes", {}).get("sha256", "")
+    if not re.fullmatch(r"[0-9a-f]{64}", sha256):
+        raise LockError(f"{name}: {filename} has no sha256 in the lock")
+    return Wheel(package=name, version=version, filename=filename, url=url, sha256=sha256, size=one.get("size"))
 
 
 def _stored(request: Request) -> Lock | None:
@@ -198,7 +195,7 @@ def _stored(request: Request) -> Lock | None:
         first, _, text = _path(request).read_text(encoding="utf-8").partition("\n")
     except (OSError, UnicodeDecodeError):
         return None
-    return _lock(text, request.target) if first == f"# {sum_of(text)}" else None
+    return _lock(text, request.target) if first == f"# {uv.sum_of(text)}" else None
 
 
 def _with_logins(lock: Lock, image: Image) -> Lock:

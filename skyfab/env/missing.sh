@@ -1,5 +1,5 @@
 # shellcheck shell=sh
-# Prints those of the packages that this host does not have; marks the others as used, for gc.
+# Prints which of the packages this host lacks; marks the others as used, for gc.
 #
 # Given by env/install.py: packages, their paths below packages/, one in each line. By session/bootstrap.sh: c, full
 # path of the cache folder.

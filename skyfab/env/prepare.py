@@ -92,7 +92,8 @@ class Preparation:
         target = Target.of(facts, self.python)
         report.step("resolving")
         self.meet(host, target)
-        self._wait_for_all()
+        with self._met:
+            self._met.wait_for(lambda: not self._absent, _OTHERS)
         lock = make_lock(self.image, target, together=self._together())
         digest = self.digest(lock)
         answer = enter(shell, digest)
@@ -137,11 +138,6 @@ class Preparation:
             if target is not None:
                 self._targets[host.name] = target
             self._met.notify_all()
-
-    def _wait_for_all(self) -> None:
-        """Waits until the targets of all hosts are known, at most `_OTHERS` seconds."""
-        with self._met:
-            self._met.wait_for(lambda: not self._absent, _OTHERS)
 
 
 def check(image: Image, python: str) -> None:

@@ -26,11 +26,9 @@ def script(indexes: Sequence[str] = (), python: str = "") -> str:
     """The script, for a shell that has the cache folder's full path in ``c``.
 
     With `indexes`, it only sends a request to each of them, with curl or else with the interpreter `python`; any
-    response counts. Left out are those that do not begin with http, which are not on a network, and those with a
-    control character, which are not URLs.
+    response counts.
     """
-    urls = [url for url in indexes if re.fullmatch(r"(?i:https?)://[^\x00-\x1f\x7f]+", url)]
-    return given(*urls, P=_PYTHON, A=_INDEX, w=python) + _SCRIPT
+    return given(*indexes, P=_PYTHON, A=_INDEX, w=python) + _SCRIPT
 
 
 def parse(text: str) -> Facts:

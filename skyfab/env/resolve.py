@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import re
@@ -21,9 +20,10 @@ from skyfab._util import toml
 from skyfab._util.hints import HINTS
 from skyfab._util.versions import numbers
 from skyfab.calls.image import Image, PipIndex, split_hashes
-from skyfab.env import torch_variants, uv
+from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.env.pipconf import NO_INDEX
+from skyfab.env.torch_variants import cuda_for
 from skyfab.env.uv import UvFailed
 from skyfab.errors import UsageError
 
@@ -35,10 +35,6 @@ _PROJECT = "skyfab-image"
 
 class LockError(UsageError):
     """The packages of an image cannot be resolved for a host: what was requested, and why it fails."""
-
-
-def sum_of(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def clean(text: str) -> str:
@@ -69,6 +65,8 @@ _SAID = re.compile(
 """Variables that change uv's result."""
 _ANY_BUILD = {"UV_TORCH_BACKEND": ""}
 """Resolves without PyTorch's own indexes."""
+_FOR_GPUS = re.compile(r"nvidia-|cuda-|triton$|pytorch-triton")
+"""Names of packages that a torch for GPUs requires."""
 _BUILDS = 8
 """Versions of torch that are tried from each index."""
 
@@ -94,7 +92,6 @@ class Request:
     pip: tuple[str, ...]
     indexes: tuple[PipIndex, ...]
     target: Target
-    platform: str
     torch: str = ""
     """The version that torch must have, because another host of the pool has it."""
     pins: Pins = Pins()
@@ -120,7 +117,7 @@ class Request:
             for url in sorted({*scopes.values()})
         )
         pip = tuple(text for _, text, _ in named)
-        return cls(pip=pip, indexes=places, target=target, platform=uv.platform_of(target), pins=pins)
+        return cls(pip=pip, indexes=places, target=target, pins=pins)
 
     @property
     def names(self) -> set[str]:
@@ -138,10 +135,10 @@ class Request:
         said = {name: clean(value) for name, value in environ.items() if _SAID.fullmatch(name)}
         scopes = [[uv.bare(index.url), *index.packages] for index in self.indexes]
         target, pip = self.target, [clean(text) for text in self.pip]
-        parts = [_FORMAT, pip, scopes, self.platform, target.python, target.driver, target.rocm, self.torch]
+        parts = [_FORMAT, pip, scopes, uv.platform_of(target), target.python, target.driver, target.rocm, self.torch]
         pins = self.pins
         parts += [pins.constraints, pins.hashes, *pins.allowed, *map(_stamp, (*pip, *pins.constraints))]
-        return sum_of(json.dumps([*parts, uv.version(), sorted(said.items()), _uv_settings(environ)]))
+        return uv.sum_of(json.dumps([*parts, uv.version(), sorted(said.items()), _uv_settings(environ)]))
 
 
 class Resolver:
@@ -231,14 +228,14 @@ class Resolver:
         if not label and name != "torch":
             return True
         if not label and target.is_plain:
-            return large or not torch_variants.is_for_gpus(packages)
+            return large or not any(map(_FOR_GPUS.match, packages))
         if not label:
             needed = [int(found[1]) for one in packages if (found := re.match(r"nvidia-.*-cu(\d+)$", one))]
-            return large and max(needed, default=99) <= (torch_variants.cuda_for(target.driver) or 0)
+            return large and max(needed, default=99) <= (cuda_for(target.driver) or 0)
         if target.is_plain:
             return label.startswith("cpu")
         if re.match(r"\d", target.driver):
-            return cuda is not None and int(cuda[1]) <= (torch_variants.cuda_for(target.driver) or 0)
+            return cuda is not None and int(cuda[1]) <= (cuda_for(target.driver) or 0)
         return label.startswith("rocm")
 
     def _backend(self) -> tuple[tuple[str, str], dict[str, str]]:
@@ -303,7 +300,7 @@ class Resolver:
     ) -> str:
         request = self.request
         fixed = ["--format", form, "--no-header", "--python", sys.executable]
-        fixed += ["--python-version", self.target.python, "--python-platform", request.platform]
+        fixed += ["--python-version", self.target.python, "--python-platform", uv.platform_of(self.target)]
         fixed += ["--generate-hashes"] if form == "pylock.toml" else ["--annotation-style", "split"]
         fixed += ["--refresh"] if self.refresh else []
         limits = [*constraints, *request.pins.constraints, *([f"torch=={request.torch}"] if request.torch else [])]
@@ -370,4 +367,4 @@ def _uv_settings(environ: Mapping[str, str]) -> list[str]:
     """Digests of uv's own configuration files, which may name indexes."""
     config = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
     files = [environ.get("UV_CONFIG_FILE", ""), f"{config}/uv/uv.toml", "/etc/uv/uv.toml"]
-    return [sum_of(text_of(file)) for file in files if file]
+    return [uv.sum_of(text_of(file)) for file in files if file]

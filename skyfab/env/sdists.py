@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import platform
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,11 +15,9 @@ from skyfab._util.hints import HINTS
 from skyfab._util.versions import machine, numbers
 from skyfab.env import uv
 from skyfab.env.facts import Target
-from skyfab.env.resolve import LockError, sum_of
+from skyfab.env.resolve import LockError
 from skyfab.env.wheels import Wheel, fetch
-
-_SECONDS = 600
-"""Timeout for git."""
+from skyfab.protocol.blobs import name_of
 
 
 def is_built(wheel: Wheel) -> bool:
@@ -56,28 +52,23 @@ class Source:
 
     def wheel(self, target: Target) -> Wheel:
         """Builds the wheel, if it was not built before. Raises LockError, also if it does not run on the target."""
-        path = _built(self)
+        folder = uv.made(cache_folder() / "built" / self.key, lambda work: _build(self, work))
+        (path,) = folder.glob("*.whl")
         if not path.name.endswith("-none-any.whl"):
             _check_platform(self.name, target)
         version = path.name.split("-")[1]
-        digest = uv.digest_of(path)
+        digest = name_of(path.read_bytes())
         return Wheel(package=self.name, version=version, filename=path.name, url=path.as_uri(), sha256=digest)
 
     @property
     def key(self) -> str:
         what = self.sha256 or self.commit or uv.stamp(_path(self.url))
         parts = [uv.bare(self.url), what, self.inner, sys.version, platform.machine()]
-        return sum_of(json.dumps(parts))
+        return uv.sum_of(json.dumps(parts))
 
 
 def _path(url: str) -> Path:
     return Path(unquote(urlsplit(url).path))
-
-
-def _built(source: Source) -> Path:
-    """The wheel of a source: the stored one, or a new one."""
-    (wheel,) = uv.made(cache_folder() / "built" / source.key, lambda work: _build(source, work)).glob("*.whl")
-    return wheel
 
 
 def _build(source: Source, work: Path) -> None:
@@ -96,39 +87,20 @@ def _build(source: Source, work: Path) -> None:
 def _brought(source: Source, work: Path) -> Path:
     """The source as a file or folder of this machine."""
     if source.commit:
-        _clone(source, work / "clone")
-        return work / "clone"
+        clone = work / "clone"
+        clone.mkdir()
+        for words in (
+            ("clone", "-q", "--no-checkout", "--filter=blob:none", source.url, "."),
+            ("checkout", "-q", source.commit),
+            ("submodule", "update", "-q", "--init", "--recursive"),
+        ):
+            uv.run("git", *words, env={"GIT_TERMINAL_PROMPT": "0"}, cwd=clone)
+        return clone
     if source.sha256:
         filename = _path(source.url).name
         archive = Wheel(package=source.name, version="", filename=filename, url=source.url, sha256=source.sha256)
         return fetch([archive])[source.sha256]
     return _path(source.url)
-
-
-def _clone(source: Source, folder: Path) -> None:
-    folder.mkdir()
-    _git(folder, "clone", "-q", "--no-checkout", "--filter=blob:none", source.url, ".")
-    _git(folder, "checkout", "-q", source.commit)
-    _git(folder, "submodule", "update", "-q", "--init", "--recursive")
-
-
-def _git(folder: Path, *words: str) -> None:
-    env = {**os.environ, "GIT_TERMINAL_PROMPT": "0"}
-    try:
-        ran = subprocess.run(
-            ["git", *words],
-            cwd=folder,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            timeout=_SECONDS,
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise uv.UvFailed(f"git {words[0]}: {getattr(error, 'strerror', None) or 'took too long'}") from None
-    if ran.returncode:
-        raise uv.UvFailed(uv.redact(f"git {words[0]}: {ran.stderr.strip()[-1000:]}"))
 
 
 def _check_platform(name: str, target: Target) -> None:

@@ -1,24 +1,13 @@
-"""Which builds of torch run on a host: with its NVIDIA driver, or without a GPU."""
+"""Which builds of torch run on a host with its NVIDIA driver."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable
 from typing import Final
 
 from skyfab._util.versions import numbers
 
 DRIVERS: Final = {13: (580,), 12: (525, 60, 13), 11: (450, 80, 2)}
 """CUDA's major version → the oldest driver that supports it (as in uv's own table)."""
-
-
-def is_for_gpus(packages: Iterable[str]) -> bool:
-    """Whether the torch that brings these packages is a build for GPUs.
-
-    >>> is_for_gpus(["numpy", "nvidia-cublas"]), is_for_gpus(["numpy"])
-    (True, False)
-    """
-    return any(re.match(r"nvidia-|cuda-|triton$|pytorch-triton", package) for package in packages)
 
 
 def cuda_for(driver: str) -> int | None:

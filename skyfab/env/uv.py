@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import hashlib
 import netrc
 import os
 import re
@@ -24,13 +23,13 @@ from skyfab._util.hints import HINTS
 from skyfab.env.facts import Target
 from skyfab.env.pipconf import uv_environment
 from skyfab.errors import UsageError
+from skyfab.protocol.blobs import name_of
 
 _GLIBC = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
 """The minor versions of glibc for which uv has a platform, newest first."""
 
 _NO_SOURCE = frozenset({".git", ".venv", "__pycache__", "node_modules", "build", "dist"})
 """Folders that do not belong to a package's source."""
-_CHUNK = 1024 * 1024
 
 _NOISE = (
     "UV_NO_SOURCES",
@@ -110,18 +109,22 @@ def _absolute(entry: str) -> str:
     return entry if "://" in entry else os.path.abspath(entry)  # noqa: PTH100 - never raises
 
 
-def run_uv(
-    *arguments: str, stdin: str = "", env: Mapping[str, str] | None = None, cwd: str | Path | None = None
-) -> str:
-    """Runs uv and returns its output; `env` is added to `environment()`, empty values remove a variable.
+def run_uv(*arguments: str, env: Mapping[str, str] | None = None, cwd: str | Path | None = None) -> str:
+    """Runs uv and returns its output: see `run`."""
+    return run(program(), *arguments, env=env, cwd=cwd)
 
-    Raises UvFailed with uv's reason.
+
+def run(*command: str, env: Mapping[str, str] | None = None, cwd: str | Path | None = None) -> str:
+    """Runs uv or git and returns its output; `env` is added to `environment()`, empty values remove a variable.
+
+    Raises UvFailed with its reason.
     """
+    name = Path(command[0]).name
     changed = {**environment(), "UV_NO_PROGRESS": "1", "NO_COLOR": "1", **(env or {})}
     try:
         done = subprocess.run(
-            [program(), *arguments],
-            input=stdin,
+            command,
+            stdin=subprocess.DEVNULL,
             env={name: value for name, value in changed.items() if value},
             cwd=cwd,
             capture_output=True,
@@ -130,9 +133,9 @@ def run_uv(
             check=False,
         )
     except OSError as error:
-        raise UvFailed(f"cannot start uv: {error.strerror}") from error
+        raise UvFailed(f"cannot start {name}: {error.strerror}") from error
     if done.returncode:
-        text = reason(done.stderr or done.stdout) or f"uv {arguments[0]} exited with {done.returncode}"
+        text = reason(done.stderr or done.stdout) or f"{name} {command[1]} exited with {done.returncode}"
         raise UvFailed(redact(text, secrets(changed)))
     return done.stdout
 
@@ -284,6 +287,7 @@ def described(target: Target) -> str:
 # ---- locking
 
 _threads: dict[str, threading.Lock] = defaultdict(threading.Lock)
+"""Those of a pool often need the same thing at once, also where the disk has no locks."""
 
 
 @contextmanager
@@ -292,7 +296,7 @@ def making(path: Path) -> Iterator[None]:
 
     The kernel releases it on exit. Raises UsageError if the cache cannot be written to.
     """
-    key = hashlib.sha256(str(path).encode()).hexdigest()[:32]
+    key = sum_of(str(path))[:32]
     try:
         with _threads[key]:
             folder = cache_folder() / "busy"
@@ -324,18 +328,14 @@ def made(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def digest_of(path: Path) -> str:
-    """The sha256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(_CHUNK):
-            digest.update(piece)
-    return digest.hexdigest()
+def sum_of(text: str) -> str:
+    """The sha256 of a text."""
+    return name_of(text.encode(errors="surrogatepass"))
 
 
 def stamp(folder: Path) -> str:
     """Changes when a file below the folder changes."""
-    return hashlib.sha256(repr(sorted(_files(folder))).encode(errors="surrogatepass")).hexdigest()
+    return sum_of(repr(sorted(_files(folder))))
 
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:

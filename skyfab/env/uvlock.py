@@ -14,7 +14,7 @@ from skyfab._util import toml
 from skyfab.calls.image import PipIndex
 from skyfab.env import uv
 from skyfab.env.facts import Target
-from skyfab.env.resolve import TORCH, LockError, Pins, sum_of, text_of
+from skyfab.env.resolve import TORCH, LockError, Pins, text_of
 from skyfab.env.wheels import applies
 
 
@@ -23,7 +23,7 @@ def read_pins(path: str, target: Target) -> Pins:
     file = Path(path).expanduser().absolute()
     try:
         content = file.read_text(encoding="utf-8")
-        exported = toml.loads(_exported(file, sum_of(content))).get("packages", [])
+        exported = toml.loads(_exported(file, uv.sum_of(content))).get("packages", [])
         project = text_of(str(file.with_name("pyproject.toml") if file.name == "uv.lock" else file.with_suffix("")))
         packages = [_fitting(one, content, project) for one in exported if applies(one.get("marker", ""), target)]
     except (OSError, UnicodeDecodeError) as error:

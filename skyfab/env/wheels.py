@@ -126,27 +126,14 @@ def fetch(wheels: Sequence[Wheel], *, progress: Callable[[int, int], None] | Non
             raise
 
 
-def place(wheel: Wheel) -> Path:
-    """The path of a wheel, once it has been downloaded."""
-    return cache_folder() / "wheels" / wheel.sha256 / Path(wheel.filename).name
-
-
 def _one(wheel: Wheel, source: _Source, count: _Progress) -> Path:
-    path = place(wheel)
-    if not _is_there(path, wheel):
-        with uv.making(path):
-            if not _is_there(path, wheel):  # another process may have downloaded it meanwhile
-                _bring(wheel, path, source, count)
-                return path
-    count.add(path.stat().st_size)
+    path = cache_folder() / "wheels" / wheel.sha256 / Path(wheel.filename).name
+    with uv.making(path):  # another process may be downloading it
+        if path.exists() and wheel.size in {None, path.stat().st_size}:
+            count.add(path.stat().st_size)
+        else:
+            _bring(wheel, path, source, count)
     return path
-
-
-def _is_there(path: Path, wheel: Wheel) -> bool:
-    try:
-        return wheel.size in {None, path.stat().st_size}
-    except FileNotFoundError:
-        return False
 
 
 def _bring(wheel: Wheel, path: Path, source: _Source, count: _Progress) -> None:

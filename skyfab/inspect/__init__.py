@@ -1,1 +1,1 @@
-"""What a host is and does right now: system, load, memory, disk, GPUs and who uses them; and conditions on that."""
+"""The hardware and current state of hosts: system, load, memory, disk, GPUs and who uses them; and conditions on it."""

@@ -1,4 +1,4 @@
-"""A survey as the cells of a table: ``12 of 64 GB free``, ``2 H100 at 97 %, 9.1 GB free, ada``."""
+"""Formats a survey as the cells of a table: ``12 of 64 GB free``, ``2 H100 at 97 %, 9.1 GB free, ada``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Python stacks of workers: as a host answers them, and grouped by where ranks are."""
+"""Python stacks of workers: parses the answers of hosts, and groups identical stacks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Survey`: what a host is and does right now, checked field by field, since hosts are not trusted."""
+"""`Survey`: the hardware and current state of a host; each field is checked, because hosts are not trusted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hosts and groups as another kind of file lists them, on the way to an inventory: checked as inventory.toml is."""
+"""Builds an inventory from hosts and groups of another source, with the same checks as for inventory.toml."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sources of hosts, and which of them a word or a file is."""
+"""Lists the sources of hosts, and detects which of them a word or a file is."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Final
 
 from skyfab.inventory import ansible, file, hostfile, slurm, ssh_config
 from skyfab.inventory.host import expanded
-from skyfab.inventory.source import Contents, Source
-from skyfab.inventory.text import read_text
+from skyfab.inventory.source import Contents, Source, read_text
 
 _SOURCES: Final[tuple[Source, ...]] = (
     file.SOURCE,

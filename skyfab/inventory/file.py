@@ -1,4 +1,4 @@
-"""Parses and validates inventory.toml, and such tables from other sources. Reports all mistakes at once."""
+"""Parses and validates inventory.toml, and tables like it from other sources. Reports all mistakes together."""
 
 from __future__ import annotations
 
@@ -16,16 +16,13 @@ from skyfab._util.suggest import did_you_mean
 from skyfab.errors import InventoryError, UsageError
 from skyfab.inventory.host import CHECKS, LOCAL, NAME, Host
 from skyfab.inventory.selection import Names, choose, expand, split
-from skyfab.inventory.source import Contents, Mistakes, Source
-from skyfab.inventory.text import lines_of, read_text
+from skyfab.inventory.source import Contents, Mistakes, Source, lines_of, read_text
 
 _CHECKS = {key: check for key, check in CHECKS.items() if key != "name"}
 KEYS = tuple(_CHECKS)
 _TABLES = ("defaults", "hosts", "groups")
 _SSH_KEYS = ("address", "port", "user", "identity", "jump", "host_key")
 RESERVED = ("all", "none", LOCAL.name)
-_LONG = ('"' * 3, "'" * 3)
-"""The quotes of strings that go over several lines."""
 SPELLING = "use letters, digits, '.', '_', '+' and '-', and start with a letter or digit"
 
 
@@ -35,7 +32,11 @@ Place = tuple[str, ...]
 
 def read(text: str, source: str) -> Contents:
     """The hosts and groups of a document. Raises one `InventoryError` with all mistakes."""
-    tables = _toml(text, source)
+    try:
+        tables = toml.loads(text)
+    except ValueError as error:
+        hint = "put tables in [brackets], strings in quotes"
+        raise InventoryError(f"{source}: not valid TOML: {error}", hint=hint) from None
     mistakes = Mistakes(source)
     lines = functools.cache(lambda: _lines_by_key(text))
 
@@ -61,14 +62,6 @@ def read_tables(tables: Mapping[str, Any], mistakes: Mistakes, where: Callable[[
     reader.read(tables)
     mistakes.check()
     return Contents(reader.hosts, reader.groups, {})
-
-
-def _toml(text: str, source: str) -> dict[str, Any]:
-    try:
-        return toml.loads(text)
-    except ValueError as error:
-        hint = "put tables in [brackets], strings in quotes"
-        raise InventoryError(f"{source}: not valid TOML: {error}", hint=hint) from None
 
 
 def _shown(place: Place) -> str:
@@ -166,7 +159,8 @@ class _Reader:
         for name in self.groups:
             try:
                 words[name] = schema.parse(list[str], table[name])
-                inner[name] = [word for word in _mentioned(words[name]) if word in self.groups]
+                parts = [part.removeprefix("!").strip() for word in words[name] for part in split(word)]
+                inner[name] = [one for part in parts for one in expand(part) if one in self.groups]
             except schema.Invalid as error:
                 self.note(("groups", name), str(error), f'for instance {name} = ["node1", "node[2-4]"]')
             except UsageError as error:
@@ -202,10 +196,6 @@ def _host(name: str, own: Mapping[str, Any], defaults: Mapping[str, Any]) -> Hos
     return Host(**given)
 
 
-def _mentioned(words: list[str]) -> list[str]:
-    return [name for word in words for part in split(word) for name in expand(part.removeprefix("!").strip())]
-
-
 def _circles(graph: dict[str, list[str]]) -> Iterator[list[str]]:
     """Yields each cycle of a graph, and removes it from the graph to find the next."""
     while True:
@@ -234,41 +224,34 @@ def bare(key: str) -> str:
 def _lines_by_key(text: str) -> dict[tuple[str, ...], int]:
     """The first line of each table and key, by its path, in a valid document.
 
-    Keys inside inline tables are not found; the key of the table is.
-
     >>> _lines_by_key('[hosts.node1]\\nport = 22')
     {('hosts',): 1, ('hosts', 'node1'): 1, ('hosts', 'node1', 'port'): 2}
     """
     found: dict[tuple[str, ...], int] = {}
     table: tuple[str, ...] = ()
-    inside = ""
+    first, statement = 1, ""
     for number, line in enumerate(lines_of(text), 1):
-        if inside:
-            inside = "" if line.count(inside) % 2 else inside
-            continue
-        is_table = line.lstrip().startswith("[")
-        if not is_table and "=" not in line:
-            continue
+        statement += f"{line}\n"
         try:
-            path = _path(toml.loads(line if is_table else f"{line.partition('=')[0]} = 0"))
-        except ValueError:  # a line without a key, such as one of an array
+            path = _path(toml.loads(statement))
+        except ValueError:  # an array or a string continues in the next line
             continue
-        if is_table:
+        if statement.lstrip().startswith("["):
             table = path
         else:
             path = (*table, *path)
-            inside = next((quotes for quotes in _LONG if line.count(quotes) % 2), "")
         for size in range(1, len(path) + 1):
-            found.setdefault(path[:size], number)
+            found.setdefault(path[:size], first)
+        first, statement = number + 1, ""
     return found
 
 
 def _path(document: Any) -> tuple[str, ...]:
-    """The only path in a document that is a single line."""
-    names = []
-    while isinstance(document, dict) and document:
-        ((name, document),) = document.items()
-        names.append(name)
+    """The path to the value of a document that is a single statement."""
+    names: list[str] = []
+    while isinstance(document, dict) and len(document) == 1:
+        names += document
+        document = document[names[-1]]
     return tuple(names)
 
 

@@ -19,7 +19,7 @@ from skyfab.errors import UsageError
 NAME = re.compile(r"\w[\w.+-]*")
 _USER = r"\w([\w.+\\@-]*[\w-])?"
 _PLACE = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>\w[\w.+-]*))(?::(?P<port>[0-9]{1,5}))?")
-_IPV6 = re.compile(r"([0-9a-fA-F:.]+)(%\w[\w.-]*)?")
+_IPV6 = re.compile(r"[0-9a-fA-F:.]+(%\w[\w.-]*)?")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LETTERS = "use letters, digits, '.', '_', '+' and '-'"
 
@@ -146,14 +146,10 @@ def expanded(text: str) -> Path:
 
 
 def _is_ipv6(text: str) -> bool:
-    match = _IPV6.fullmatch(text)
-    if match is None:
-        return False
-    try:
-        ipaddress.IPv6Address(match[1])
-    except ValueError:
-        return False
-    return True
+    with suppress(ValueError):
+        ipaddress.IPv6Address(text)
+        return _IPV6.fullmatch(text) is not None
+    return False
 
 
 def _text(value: object) -> str:

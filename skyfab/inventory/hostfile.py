@@ -9,8 +9,7 @@ from typing import Any, Final
 from skyfab._util.suggest import did_you_mean
 from skyfab.errors import InventoryError
 from skyfab.inventory.builder import Listing
-from skyfab.inventory.source import Contents, Source
-from skyfab.inventory.text import lines_of, read_text
+from skyfab.inventory.source import Contents, Source, lines_of, read_text
 
 _HOST: Final = re.compile(r"(?:(?P<user>[^@\s]+)@)?(?P<name>[^@:\s=]+)(?::(?P<slots>[0-9]{1,9}))?")
 _SLOTS: Final = ("slots", "count", "cpu")

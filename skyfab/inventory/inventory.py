@@ -20,7 +20,7 @@ from skyfab.inventory.selection import Names, choose
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inventory(ShownAsTable):
-    """`hosts` by name, in the order of the file (`source`, if any), and `groups` of them; `left_out` was skipped.
+    """The `hosts` by name, in the order of the file (`source`), and their `groups`; `left_out` has skipped entries.
 
     >>> inventory = Inventory.parse('[hosts."node[1-4]"]')
     >>> [host.name for host in inventory.select("node*,!node3")]
@@ -53,10 +53,10 @@ class Inventory(ShownAsTable):
 
     @classmethod
     def of(cls, given: str | os.PathLike[str] | Inventory | None) -> Inventory:
-        """`given`, if it is an inventory; the one of that file or source; for None what `find` finds.
+        """The inventory for `given`: an `Inventory` unchanged, a file or another source; for None, what `find` returns.
 
         A file is an inventory.toml, a hostfile or an inventory of Ansible, recognized by its content. Other sources
-        have words: ``"ssh_config"``, ``"ssh_config:gpu*"``, ``"slurm"``, and ``"hostfile:PATH"`` and
+        have names: ``"ssh_config"``, ``"ssh_config:gpu*"``, ``"slurm"``, and ``"hostfile:PATH"`` and
         ``"ansible:PATH"`` for files of that kind. Raises InventoryError.
         """
         if isinstance(given, Inventory):
@@ -74,7 +74,7 @@ class Inventory(ShownAsTable):
 
     @property
     def is_found(self) -> bool:
-        """Its source is the one that `find` finds: commands need not name it."""
+        """Whether `find` returns this inventory, so that commands need not name it."""
         return self.source is not None and Path.cwd() / self.source == Path.cwd() / (_found_source() or "")
 
     @classmethod
@@ -185,6 +185,4 @@ def _lines(host: Host) -> Iterator[str]:
 def _value(value: object) -> str:
     if isinstance(value, Mapping):
         return "{ " + ", ".join(f"{bare(key)} = {_value(item)}" for key, item in value.items()) + " }"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_value, value))}]"
     return toml.dumps(value)

@@ -8,7 +8,7 @@ from typing import Final
 
 from skyfab.errors import InventoryError
 from skyfab.inventory.host import Address, expanded
-from skyfab.inventory.text import lines_of, read_text
+from skyfab.inventory.source import lines_of, read_text
 
 _FILE: Final = "~/.ssh/known_hosts"
 _SERVICES: Final = re.compile(

@@ -43,21 +43,20 @@ def expand(word: str) -> list[str]:
         raise UsageError(f"invalid range in {word!r}", hint="write ranges as node[1-4] or node[01-10,12]")
     choices = [_count(part) if index % 2 else [part] for index, part in enumerate(parts)]
     if math.prod(map(len, choices)) > MOST:
-        raise UsageError(f"{word!r} expands to more than {MOST} hosts", hint="select by a group, a tag or a pattern")
+        raise UsageError(f"{word!r} expands to more than {MOST} hosts", hint="check the numbers")
     return ["".join(choice) for choice in itertools.product(*choices)]
 
 
 def _count(spans: str) -> list[str]:
+    """The numbers of a range; of one that is too large, as many as `expand` needs to refuse it."""
     numbers: list[str] = []
     for span in spans.split(","):
         low, _, high = span.partition("-")
         size = int(high or low) - int(low) + 1
         if size < 1:
             raise UsageError(f"[{spans}] counts down", hint=f"write [{high}-{low}]")
-        if len(numbers) + size > MOST:
-            raise UsageError(f"[{spans}] expands to more than {MOST} hosts", hint="check the numbers")
         width = len(low) if low.startswith("0") else 0
-        numbers += [str(int(low) + step).zfill(width) for step in range(size)]
+        numbers += [str(int(low) + step).zfill(width) for step in range(min(size, MOST + 1))]
     return numbers
 
 
@@ -110,10 +109,12 @@ class Names:
         except re.error:  # [z-a], before Python 3.11
             return []
 
-    def nearest(self, words: Iterable[str]) -> str:
+    def nearest(self, words: Sequence[str]) -> str:
         """A hint for words that match nothing: similar names, or else the known ones."""
+        if any(" " in word for word in words):
+            return "separate names with commas"
         known = list(dict.fromkeys([*self.hosts, *self.groups, *self._tagged, "all", LOCAL.name]))
-        return did_you_mean(words, [*known, *self.others()]) or f"known names: {some(known)}"
+        return did_you_mean(words[:5], [*known, *self.others()]) or f"known names: {some(known)}"
 
 
 def place(host: Host) -> tuple[str, int, str | None]:
@@ -144,7 +145,7 @@ def choose(
     excluded = {place(host) for word in unwanted for host in _look_up(word, seen, lambda word: None, unknown)}
     if unknown:
         words = some([f'"{word}"' for word in unknown])
-        raise UnknownHost(f"no host, group or tag matches {words}", hint=_hint(unknown, seen))
+        raise UnknownHost(f"no host, group or tag matches {words}", hint=seen.nearest(unknown))
     return {name: host for name, host in chosen.items() if place(host) not in excluded}
 
 
@@ -158,12 +159,6 @@ def _look_up(word: str, names: Names, stranger: Callable[[str], Host | None], un
             yield host
         else:
             unknown.append(name)
-
-
-def _hint(unknown: Sequence[str], names: Names) -> str:
-    if any(" " in word for word in unknown):
-        return "separate names with commas"
-    return names.nearest(unknown[:5])
 
 
 def _sort(items: Iterable[str | Host]) -> tuple[list[str | Host], list[str]]:

@@ -1,4 +1,4 @@
-"""The hosts of a Slurm allocation, from the variables that Slurm sets inside of it."""
+"""The hosts of a Slurm allocation, from the variables that Slurm sets inside it."""
 
 from __future__ import annotations
 

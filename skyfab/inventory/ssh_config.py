@@ -8,7 +8,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Final
@@ -19,8 +19,7 @@ from skyfab.inventory.builder import Listing
 from skyfab.inventory.file import RESERVED, SPELLING
 from skyfab.inventory.host import NAME, Address, Host, expanded
 from skyfab.inventory.selection import some
-from skyfab.inventory.source import Contents, Source
-from skyfab.inventory.text import lines_of, read_text
+from skyfab.inventory.source import Contents, Source, lines_of, read_text
 
 CONFIG: Final = "SKYFAB_SSH_CONFIG"
 """The environment variable with the path of a file to use instead of the user's ssh_config."""
@@ -57,7 +56,7 @@ def read(pattern: str = "") -> Contents:
             listing.left_out[name] = reason
         elif found[name].get("user") == ["git"]:
             listing.left_out[name] = '"User git" is a Git server'
-        elif loop := _loop(name, lambda hop: found[hop] if hop in found else _settings_of(hop)):
+        elif loop := loop_of(name, found):
             listing.left_out[name] = f"its jump hosts form a loop: {' → '.join(loop)}"
         elif (first := taken.setdefault(_account(name, found[name]), name)) != name:
             listing.left_out[name] = f"same login as {first}"
@@ -97,25 +96,25 @@ def settings(host: Host, config: str | os.PathLike[str] | None = None) -> Settin
     return found
 
 
-def loop_of(name: str) -> list[str]:
-    """The hosts that an alias is reached through, if their ProxyJump lines need each other; else empty."""
+def known_settings(host: Host) -> Settings:
+    """As `settings`; empty too if ssh rejects the file."""
     try:
-        return _loop(name, _settings_of)
+        return settings(host)
     except InventoryError:
-        return []
+        return {}
 
 
-def _settings_of(name: str) -> Settings:
-    host = Host.ad_hoc(name)
-    return {} if host is None else settings(host)
+def loop_of(name: str, known: Mapping[str, Settings]) -> list[str]:
+    """The hosts that an alias is reached through, if their ProxyJump lines need each other; else empty.
 
-
-def _loop(name: str, settings_of: Callable[[str], Settings]) -> list[str]:
-    """Follows first jump hosts, which ssh looks up; it reaches the others through them."""
+    Follows first jump hosts, which ssh looks up; it reaches the others through them. `known` has settings of some.
+    """
     way: list[str] = []
     while name not in way:
         way.append(name)
-        (jump,) = settings_of(name).get("proxyjump", ["none"])
+        host = Host.ad_hoc(name)
+        found = known.get(name) or ({} if host is None else known_settings(host))
+        (jump,) = found.get("proxyjump", ["none"])
         address = None if jump == "none" else Address.parse(jump.split(",")[0].removeprefix("ssh://"))
         if address is None:
             return []

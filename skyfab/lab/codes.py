@@ -1,4 +1,4 @@
-"""One-time codes of lab hosts: PAM asks for a password and a code, as at sites with two factors (libpam-oath)."""
+"""One-time codes of lab hosts: PAM asks for a password and a code (two factors, libpam-oath)."""
 
 from __future__ import annotations
 

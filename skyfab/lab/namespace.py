@@ -1,4 +1,4 @@
-"""Hosts in namespaces of this machine: whether it can have them, and what new ones are given before they boot."""
+"""Hosts in namespaces: whether this machine can create them, and the files of new ones before they boot."""
 
 from __future__ import annotations
 

@@ -111,7 +111,8 @@ def variables(config: Mapping[str, Any]) -> dict[str, str]:
             for inner, setting in value.items():
                 found |= _setting(inner, setting, start, prefix)
         else:
-            raise UsageError(f"accelerate(config=…) has a section {key!r}", hint=f"one of {', '.join(_SECTIONS)}")
+            hint = f"one of {', '.join(_SECTIONS)}"
+            raise UsageError(f"unknown section {key!r} in accelerate(config=…)", hint=hint)
     return found
 
 
@@ -132,4 +133,6 @@ def _text(key: str, value: Any) -> str:
         return str(value).lower()
     if isinstance(value, (str, int, float)):
         return str(value)
-    raise UsageError(f"accelerate(config=…): {key} is a {type(value).__name__}", hint="a string, a number or a boolean")
+    raise UsageError(
+        f"accelerate(config=…): {key} must be a string, a number or a boolean, not a {type(value).__name__}"
+    )

@@ -64,21 +64,21 @@ class Plugin:
     """
 
     def transform(self, image: Image, host: Host) -> Image:
-        """Returns what `image` is to be on `host`. Runs on this machine, before connecting."""
+        """Returns the image for `host`, changed from `image`. Runs on this machine, before connecting."""
         return image
 
     @contextmanager
     def around_process(self, info: InstanceInfo) -> Iterator[None]:
-        """Runs in each worker on a host, whose place is `info`, from before its first call until it exits."""
+        """Runs in each worker on a host, which `info` describes, from before its first call until it exits."""
         yield
 
     @contextmanager
     def around_call(self, info: InstanceInfo) -> Iterator[None]:
-        """Runs in the worker, whose place is `info`, around each call."""
+        """Runs in the worker, which `info` describes, around each call."""
         yield
 
     def run_elastic_agent(self, info: InstanceInfo, work: tuple[Any, ...]) -> list[tuple[int, Any]]:
-        """Runs in an elastic gang's one worker on a host (`info`): runs `work` in ranks; pairs of rank and result."""
+        """Runs `work` in the ranks of an elastic gang on the host of `info`; returns pairs of rank and result."""
         raise NotImplementedError
 
     @contextmanager

@@ -99,10 +99,11 @@ def _with_hint_for_cloud_options(init: Callable[P, None]) -> Callable[P, None]:
 
 
 class Compute(ShownAsTable):
-    """A pool of hosts. Opened by ``with``; on closing, all of its processes on the hosts are terminated.
+    """A pool of hosts. Use it in a ``with`` block: at its end, all of the pool's processes on the hosts are stopped.
 
-    >>> with Compute("local") as compute:
-    ...     compute.run(as_function(len)("four"))
+    >>> import skyfab as sky
+    >>> with sky.Compute("local") as compute:
+    ...     sky.function(len)("four") >> compute
     4
     """
 
@@ -127,7 +128,7 @@ class Compute(ShownAsTable):
         results: Literal["any", "data"] = "any",
         ui: Literal["auto", "rich", "plain", "none"] = "auto",
     ) -> None:
-        """Does not connect yet: that happens when the pool is entered.
+        """Does not connect yet: ``with`` or `open` does.
 
         `hosts` is a selection such as ``"gpu,!node3"``, or a list of names and hosts; None: all of the `inventory`,
         as for `Inventory.of` (None: the default one). `where` is a condition such as
@@ -138,7 +139,7 @@ class Compute(ShownAsTable):
         their environment, `plugins` set them up, `env` has further variables. `slots` is the number of single calls
         that run at a time on each host (None: the inventory's, which is 1 by default).
 
-        `lease` is how many seconds hosts and this program wait for a lost connection. A host that does not answer for
+        `lease` is how many seconds hosts and this program wait for a lost connection. A host that does not respond for
         `heartbeat_timeout` seconds while others do is lost sooner (None: 10 for elastic gangs, else it is not).
         `timeout` is the default for functions. `ui` is how events are shown: live (``"rich"``), as lines (``"plain"``),
         not at all (``"none"``), or the best choice (``"auto"``).
@@ -174,12 +175,12 @@ class Compute(ShownAsTable):
 
     @property
     def inventory(self) -> Inventory:
-        """The hosts that it selects from; with a provider, once the pool is open."""
+        """The inventory from which hosts are selected; with a provider, only available while the pool is open."""
         return self._choice.inventory
 
     @property
     def selected(self) -> Sequence[Host]:
-        """The hosts that it has or, before it is opened, may have."""
+        """The hosts of the pool; before it is opened, those that it may use."""
         return [node.host for node in self.hosts] or self._choice.listed
 
     def __repr__(self) -> str:
@@ -201,7 +202,7 @@ class Compute(ShownAsTable):
         self.close()
 
     def open(self) -> Compute:
-        """Connects to all hosts in parallel; returns the pool. Raises the one failure, or a PoolError with all of them.
+        """Connects to all hosts in parallel; returns the pool. Raises the error of a host, or PoolError for several.
 
         Raises UsageError in a worker that is importing a module, and where pools are nested too deeply.
         """
@@ -250,7 +251,7 @@ class Compute(ShownAsTable):
         return nodes
 
     def close(self) -> None:
-        """Terminates all processes of the pool on all hosts. Does nothing in a forked child: the parent owns it."""
+        """Stops all processes of the pool on all hosts. Does nothing in a forked child: the parent owns it."""
         if self._is_parents:
             return
         refuse_to_block()
@@ -366,8 +367,8 @@ class Compute(ShownAsTable):
     def launch(self, call: Call[Any], *, on: str = "all", name: str | None = None) -> Run:
         """Starts a `call` that outlives this program: the hosts keep its output and result. `on` is as in `submit`.
 
-        Find it by `name`, by default that of the function. It has its own workers. Returns once the hosts have all they
-        need; ``sky.attach(run.id)`` reconnects to it.
+        `name` is by default that of the function. The run has its own workers. Returns once the hosts have all they
+        need; ``sky.attach(run.id)`` or ``sky.attach(name)`` finds the run again.
         """
         self._check_call(call)
         packed = self._pack(call)
@@ -400,7 +401,7 @@ class Compute(ShownAsTable):
         return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=self._results)
 
     def wait_for_ranks(self, timeout: float) -> None:
-        """Waits up to `timeout` seconds until no rank runs a broadcast. Those of a cancelled one may take a moment."""
+        """Waits up to `timeout` seconds until no rank runs a broadcast; those of a cancelled one need a moment."""
         self.hosts[0].session.wait(lambda: self._broadcasts.is_idle, timeout)
 
     def gather(self, *calls: Call[Any] | Group) -> tuple[Any, ...] | Iterator[Any]:
@@ -433,7 +434,7 @@ class Compute(ShownAsTable):
         return wait_for(future, self.hosts, self.events.waiting)
 
     def put(self, obj: T) -> Ref[T]:
-        """A reference to pass to several calls instead of `obj`, which is sent to each host only once.
+        """Returns a reference to pass to calls instead of `obj`, which is then sent to each host only once.
 
         The object is copied now: later changes, by this program or a call, are not visible to other calls. Raises
         NotPicklable.
@@ -463,16 +464,17 @@ class Compute(ShownAsTable):
     def forward(self, port: int | str, *, on: str = "head", local: int | None = None) -> Forward:
         """Forwards a port of a host to 127.0.0.1 on this machine, until the pool is closed (docs/forward.md).
 
-        `port` is one of the host itself, or ``"name:port"`` of a machine that it can connect to. `on` is a host, or
-        "head". `local` is the port on this machine; None: the same one if it is free, else any; 0: any.
+        `port` is a port of the host, or ``"name:port"`` for another machine that the host can connect to. `on` is a
+        host, or "head". `local` is the port on this machine; None: the same one if it is free, else any; 0: any.
         """
         self._check_open()
         return self._forwards.open(named(self.hosts, on).host, self.inventory, port, local)
 
     def device(self, kind: str = "auto", *, on: str | None = None) -> torch.device:
-        """A device of a host as a `torch.device`: tensors and modules work on it unmodified.
+        """Returns a device of a host as a `torch.device`: tensors and modules work on it unmodified.
 
-        `kind`: "cuda", "cuda:1", "cpu", or "auto" for the first GPU or else the CPU. `on`: a host, or else the first.
+        `kind` is "cuda", "cuda:1", "cpu", or "auto" for the first GPU, or the CPU if there is none. `on` is a host, by
+        default the first.
         """
         self._check_open()
         return self._devices.open(named(self.hosts, on or "head"), kind, self._sync_tree()).torch_device

@@ -188,7 +188,7 @@ class Devices:
             error = stream.earlier_error
             stream.close()
             if isinstance(error, DeviceError):
-                text = f"the device was not used again after this error, which was not raised: {error.message}"
+                text = f"this error was not raised, because the device was not used again: {error.message}"
                 self._events.emit(Notice(host=stream.link.name, text=text))
 
     # ---- calls

@@ -22,7 +22,7 @@ _LONGEST_PAUSE: Final = 10.0
 
 
 class Forward:
-    """A port of this machine that leads to one of a host, until it is closed. A context manager that closes it."""
+    """A port of this machine that is forwarded to one of a host, until it is closed; also a context manager."""
 
     def __init__(self, host: Host, inventory: Inventory, target: tuple[str, int], port: int, events: Events) -> None:
         """Blocks until the port listens. Raises a HostError; UsageError if something else uses the port."""

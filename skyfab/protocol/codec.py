@@ -178,7 +178,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def _referred(self, packed: Packed) -> pickle.PickleBuffer:
         if len(self._packed) >= _MOST_PACKED:
             raise pickle.PicklingError(
-                f"more than {_MOST_PACKED} references in one call: put together what belongs together"
+                f"more than {_MOST_PACKED} references in one call: pass lists of objects to compute.put instead"
             )
         # Not of the view: Python 3.11 crashes when views of views are part of cyclic garbage.
         buffer = pickle.PickleBuffer(packed.memory.obj)

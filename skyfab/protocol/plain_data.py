@@ -151,7 +151,7 @@ class _Decoder:
         if not _JSON.issuperset(map(type, values)):
             values = [self.decode(value, depth + 1) for value in values]
         if found.kinds and not found.kinds.issuperset(map(type, values)):
-            _refuse(f"an odd {name}")
+            _refuse(f"an invalid {name}")
         if found.has_memory:
             values.append(self._memory(values.pop()))
         return found.make(*values)

@@ -1,1 +1,1 @@
-"""Hosts that are made for a pool and removed after it: containers, and boxes of Vagrant."""
+"""Hosts that are created for a pool and removed afterwards: containers, and Vagrant boxes."""

@@ -1,4 +1,4 @@
-"""`Provider`: makes hosts when it is started, and removes them when it is stopped."""
+"""`Provider`: creates hosts when it is started, and removes them when it is stopped."""
 
 from __future__ import annotations
 

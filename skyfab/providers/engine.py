@@ -1,4 +1,4 @@
-"""`Engine`: the podman or docker program of this machine, and what it says when something fails."""
+"""`Engine`: the podman or docker program of this machine, and the errors for its failures."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # shellcheck shell=sh
-# Installs sshd in a container, from which an image is made then. Ends when stdin is at its end.
+# Installs sshd in a container, from which an image is then made. Ends when stdin is at its end.
 #
 # Given by providers/container_set.sh: $0 the name of the container. Prints "NAME installed".
 set -e

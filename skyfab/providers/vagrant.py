@@ -125,7 +125,7 @@ class Vagrant(Provider):
         try:
             number = (state / "id").read_text().strip()
         except OSError:
-            raise UsageError(f"vagrant has no id of the box {box.name} in {state}", hint="run vagrant up") from None
+            raise UsageError(f"vagrant has no id for the box {box.name} in {state}", hint="run vagrant up") from None
         record = state / _KEY_FILE
         known, _, key = record.read_text().strip().partition(" ") if record.is_file() else ("", "", "")
         if known != number:

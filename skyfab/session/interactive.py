@@ -1,4 +1,4 @@
-"""A shell of the user on a host, at this terminal: the command line that this program becomes (interactive.sh)."""
+"""An interactive shell on a host: builds the ssh command line with which this process replaces itself."""
 
 from __future__ import annotations
 

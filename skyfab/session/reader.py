@@ -108,6 +108,7 @@ class SharedReader:
         self._owners: dict[int, Readable] = {}
         """Who watches a descriptor."""
         self._waker = self._poker = -1
+        """The ends of a pipe that interrupts the selector, and is closed with it."""
         self._woken: deque[Readable] = deque()
         self._retrying: deque[Readable] = deque()
         self._tick_at = 0.0
@@ -172,7 +173,7 @@ class SharedReader:
     def poke(self) -> None:
         """Interrupts the thread's `select`."""
         with self._lock, contextlib.suppress(BlockingIOError):  # the pipe is full: it wakes up anyway
-            if self._poker >= 0:
+            if self._selector is not None:
                 os.write(self._poker, b"!")
 
     def leave_to_parent(self) -> None:
@@ -187,7 +188,6 @@ class SharedReader:
             selector.close()
             for fd in (self._waker, self._poker):
                 os.close(fd)
-            self._waker = self._poker = -1
 
     # ---- waiting
 
@@ -335,9 +335,8 @@ class SharedReader:
             self._notify()
             self._selector.close()
             self._selector = None
-            waker, poker, self._waker, self._poker = self._waker, self._poker, -1, -1
-            os.close(poker)
-            os.close(waker)
+            os.close(self._poker)
+            os.close(self._waker)
             self._woken.clear()
             self._retrying.clear()
             return True

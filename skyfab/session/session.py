@@ -114,18 +114,18 @@ class Session:
     def _introduce(self, deadline: float) -> AgentHello:
         connection = self.connection
         connection.wait(lambda: self.agent is not None or connection.is_leaving, deadline - time.monotonic())
-        if connection.ended is not None and self.agent is None:
+        if connection.is_leaving:
+            raise HostLost("the pool was closed", host=self.host.name)
+        if connection.ended is not None:
+            if self.agent is not None:
+                raise connection.ended
             connection.explain()
             failed: Exception = connection.ended
             if isinstance(failed, ProtocolError):  # what responded there is not skyfab
                 failed = HostLost("", host=self.host.name)
             raise cannot_run(failed, self.host)
-        if connection.ended is not None:
-            raise connection.ended
-        if self.agent is None and not connection.is_leaving:
+        if self.agent is None:
             raise HostUnfit("its agent does not answer", host=self.host.name)
-        if self.agent is None or connection.is_leaving:
-            raise HostLost("the pool was closed", host=self.host.name)
         _LOG.debug("%s: its agent answers, with Python %s", self.host.name, self.agent.python)
         check_agent(self.agent, self.host)
         return self.agent

@@ -1,4 +1,4 @@
-"""A paramiko client that asks for passwords, one-time codes and passphrases where the server wants them."""
+"""A paramiko client that asks for passwords, one-time codes and passphrases if the server requires them."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ from skyfab.protocol.frames import Buffer
 from skyfab.ssh import keys, refusals
 from skyfab.ssh.base import ended
 from skyfab.ssh.client import Client, Refused
-from skyfab.ssh.openssh import ALIVE_COUNT, ALIVE_INTERVAL, servers_of
+from skyfab.ssh.openssh import ALIVE_COUNT, ALIVE_INTERVAL, algorithms, servers_of
 from skyfab.ssh.prompts import Place, Prompts, places
 from skyfab.ssh.tunnel import LOOPBACK, ThreadTunnel
 
@@ -130,7 +130,7 @@ def _check_keys(made: fabric.Connection, host: Host) -> None:
     place = made.host if made.port == 22 else f"[{made.host}]:{made.port}"
     client.get_host_keys().add(place, kind, entry.key)
     # Only a key of the known type can be compared.
-    keys = [name for name in paramiko.Transport._preferred_keys if not _same_kind(name, kind)]  # noqa: SLF001 - paramiko has no other
+    keys = [name for name in paramiko.Transport._preferred_keys if name not in algorithms(kind)]  # noqa: SLF001 - paramiko has no other
     made.connect_kwargs["disabled_algorithms"] = {"keys": keys}
 
 
@@ -174,10 +174,6 @@ class _Refusal(paramiko.RejectPolicy):  # type: ignore[misc]  # paramiko has no 
         if key.asbytes() in self._revoked:
             raise paramiko.SSHException(_REVOKED)
         super().missing_host_key(client, hostname, key)
-
-
-def _same_kind(name: str, kind: str) -> bool:
-    return name == kind or (kind == "ssh-rsa" and name.startswith("rsa-sha2"))
 
 
 class Fabric:
@@ -294,17 +290,14 @@ class ChannelStream:
             # While a marker is searched in a shell's output, reads are of one byte, and paramiko would move its whole
             # buffer for each: read more, and keep it. Later nothing may be kept here: `poll` would not report it.
             size = len(view) if self.joined else max(len(view), 4096)
-            self._held = self._recv(min(size, _PACKET))
+            try:
+                self._held = memoryview(self._channel.recv(min(size, _PACKET)))
+            except TimeoutError:
+                raise BlockingIOError from None
         taken = min(len(view), len(self._held))
         view[:taken] = self._held[:taken]
         self._held = self._held[taken:]
         return taken
-
-    def _recv(self, size: int) -> memoryview:
-        try:
-            return memoryview(self._channel.recv(size))
-        except TimeoutError:
-            raise BlockingIOError from None
 
     def send(self, buffers: Sequence[Buffer]) -> int:
         """Sends small buffers together: a frame in two packets costs a delayed acknowledgement."""
@@ -351,10 +344,9 @@ def _explain(hops: Sequence[Host], at: Host, error: Exception, inventory: Invent
         return refusals.revoked_key(host, at)
     if "not found in known_hosts" in text:
         return refusals.unknown_key(host, at)
-    if isinstance(error, Refused):
-        return refusals.refused(hops, at, error.methods, typed=prompts.outcome)
     if isinstance(error, paramiko.AuthenticationException):
-        return refusals.refused(hops, at, (), typed=prompts.outcome)
+        methods = error.methods if isinstance(error, Refused) else ()
+        return refusals.refused(hops, at, methods, typed=prompts.outcome)
     if "protocol banner" in text:
         return refusals.busy(text, hops)
     is_nameless = isinstance(error, socket.gaierror)

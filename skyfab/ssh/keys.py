@@ -9,9 +9,9 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
-from skyfab.errors import AuthenticationRefused, InventoryError
-from skyfab.inventory import ssh_config
+from skyfab.errors import AuthenticationRefused
 from skyfab.inventory.host import Host, expanded
+from skyfab.inventory.ssh_config import known_settings
 
 
 def check(hops: Sequence[Host]) -> None:
@@ -32,7 +32,7 @@ def check(hops: Sequence[Host]) -> None:
 
 def locked(host: Host, files: Sequence[str]) -> str | None:
     """The first of these keys that has a passphrase and that no ssh-agent holds."""
-    agents = [None, *settings(host).get("identityagent", [])]  # ssh_config may name another one
+    agents = [None, *known_settings(host).get("identityagent", [])]  # ssh_config may name another one
     held = {key for agent in agents for key in agent_keys(agent and str(expanded(agent)))}
     unheld = (file for file in files if fingerprint(Path(file)) not in {*held, None})
     return next(filter(_has_passphrase, unheld), None)
@@ -67,20 +67,12 @@ def _run(*words: str, env: dict[str, str] | None = None) -> subprocess.Completed
         return subprocess.CompletedProcess(words, 1, "", "")
 
 
-def settings(host: Host) -> ssh_config.Settings:
-    """What ssh would use for the host; empty if that cannot be known."""
-    try:
-        return ssh_config.settings(host)
-    except InventoryError:
-        return {}
-
-
 def tried(host: Host) -> list[str]:
     """The keys that a login tries, as a message names them: files, and those of the ssh-agent."""
     if host.identity is not None:
         return [host.identity]
     default = [f"~/.ssh/id_{kind}" for kind in ("rsa", "ecdsa", "ed25519")]
-    files = [str(expanded(path)) for path in settings(host).get("identityfile", default)]
+    files = [str(expanded(path)) for path in known_settings(host).get("identityfile", default)]
     return [path for path in dict.fromkeys(files) if Path(path).is_file()] + [
         f"{comment or 'a key'} (ssh-agent)" for comment in agent_keys().values()
     ]

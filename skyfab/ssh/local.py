@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import socket
 from collections.abc import Callable
 
@@ -20,13 +21,10 @@ class Local:
         self._host = host
 
     def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
-        return ProcessStream(["/bin/sh", "-c", command], self._explain)
+        return ProcessStream(["/bin/sh", "-c", command], functools.partial(ended, self._host))
 
     def forward(self, port: int, to: tuple[str, int], stopped: Callable[[], bool] = lambda: False) -> ThreadTunnel:
         return ThreadTunnel(port, lambda: socket.create_connection(to))
-
-    def _explain(self, code: int, errors: str) -> Exception:
-        return ended(self._host, code, errors)
 
     def joined(self) -> None:
         pass

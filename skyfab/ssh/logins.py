@@ -81,17 +81,16 @@ LOGINS: Final = Logins()
 
 def retry(log_in: Callable[[], T], stopped: Callable[[], bool], pauses: Sequence[float] = _PAUSES) -> T:
     """Logs in, with retries while the server is busy. Raises Unreachable if it stays busy."""
-    for pause in pauses:
+    left = iter(pauses)
+    while True:
         try:
             return log_in()
-        except ServerBusy:
+        except ServerBusy as error:
+            if (pause := next(left, None)) is None:
+                message = f"{error.message} (tried {len(pauses) + 1} times)"
+                raise Unreachable(message, host=error.host, hint=error.hint) from None
             until = time.monotonic() + pause * random.uniform(0.7, 1.3)
             while time.monotonic() < until and not stopped():
                 time.sleep(0.05)
             if stopped():
                 raise
-    try:
-        return log_in()
-    except ServerBusy as error:
-        message = f"{error.message} (tried {len(pauses) + 1} times)"
-        raise Unreachable(message, host=error.host, hint=error.hint) from None

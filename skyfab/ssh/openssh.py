@@ -68,6 +68,7 @@ class OpenSSH:
         self._host = host
         self._inventory = inventory
         self._jumps = inventory.jump_chain(host)
+        self._hops = (*self._jumps, host)
         self.servers = servers_of(host, inventory)
         self._aliases = {
             hop: f"skyfab-jump-{number}" if hop.name in inventory.hosts else hop.login
@@ -79,7 +80,7 @@ class OpenSSH:
         self._prompts = Prompts()
         self._askpass: Askpass | None = None
         self._is_by_hand = False
-        weakref.finalize(self, _remove_here, self._folders, os.getpid())
+        weakref.finalize(self, _remove, self._folders, os.getpid())
 
     def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
         return self._start(lambda: self.argv(command), stopped)
@@ -109,7 +110,7 @@ class OpenSSH:
             raise stream.explain()
 
     def _start(self, words: Callable[[], list[str]], stopped: Callable[[], bool]) -> ProcessStream:
-        keys.check((*self._jumps, self._host))
+        keys.check(self._hops)
         self._prompts = Prompts(stopped)
         if TERMINAL.is_attended():
             self._askpass = Askpass(self._answer)
@@ -129,10 +130,9 @@ class OpenSSH:
             return self._prompts.answer(self._host.login, prompt, stopped, once=True)
         who, text = by_ssh(prompt)
         user, _, name = who.rpartition("@")
-        hops = (*self._jumps, self._host)
         found = [
             place
-            for hop, place in zip(hops, places(hops, user), strict=True)
+            for hop, place in zip(self._hops, places(self._hops, user), strict=True)
             if name == (_alias(hop) if hop.host_key is not None else hop.destination.lower())
             if hop.user in (None, user)
         ]
@@ -159,20 +159,16 @@ class OpenSSH:
             words += ["-J", ",".join(self._aliases[hop] for hop in self._jumps)]
         elif self._host.jump == "none":
             words += ["-o", "ProxyJump=none"]
-        return [
-            *words,
-            *(["-N"] if command is None else []),
-            "--",
-            self._host.destination,
-            *([] if command is None else [command]),
-        ]
+        if command is None:
+            return [*words, "-N", "--", self._host.destination]
+        return [*words, "--", self._host.destination, command]
 
     def by_hand(self, command: str, *, terminal: bool) -> list[str]:
         """The command line for a program that becomes ssh: the user is asked by ssh itself.
 
         Files that ssh needs are deleted after it, by a shell that waits for it.
         """
-        keys.check((*self._jumps, self._host))
+        keys.check(self._hops)
         self._is_by_hand = True
         words = self.argv(command)
         words[1] = "-t" if terminal else "-T"
@@ -194,7 +190,7 @@ class OpenSSH:
             options["HostKeyAlias"] = _alias(host)
             options["UserKnownHostsFile"] = _quoted(str(self._known_hosts()))
             options["GlobalKnownHostsFile"] = "none"
-            options["HostKeyAlgorithms"] = _algorithms(host.host_key.split()[0])
+            options["HostKeyAlgorithms"] = ",".join(algorithms(host.host_key.split()[0]))
         return options
 
     def _known_hosts(self) -> Path:
@@ -232,15 +228,14 @@ class OpenSSH:
     def _explain(self, code: int, errors: str) -> Exception:
         if "Permission denied" in errors:
             self._prompts.refused()
-        hops = (*self._jumps, self._host)
-        return explain(hops, code, errors, self._inventory, typed=self._prompts.outcome)
+        return explain(self._hops, code, errors, self._inventory, typed=self._prompts.outcome)
 
     def joined(self) -> None:
         """Deletes the files, which ssh has read by now: a program that is killed later leaves none behind."""
         if self._askpass is not None:
             self._askpass.close()
             self._askpass = None
-        _remove(self._folders)
+        _remove(self._folders, os.getpid())
 
     def close(self) -> None:
         self.joined()
@@ -274,14 +269,9 @@ def servers_of(host: Host, inventory: Inventory) -> tuple[str, ...]:
     return tuple(f"{hop.destination} {hop.port or 22}" for hop in (*inventory.jump_chain(host), host))
 
 
-def _remove(folders: list[Path]) -> None:
-    while folders:
+def _remove(folders: list[Path], pid: int) -> None:
+    while folders and os.getpid() == pid:  # in a forked child they still belong to the parent
         shutil.rmtree(folders.pop(), ignore_errors=True)
-
-
-def _remove_here(folders: list[Path], pid: int) -> None:
-    if os.getpid() == pid:  # in a forked child they still belong to the parent
-        _remove(folders)
 
 
 def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, *, typed: str = "") -> Exception:
@@ -356,5 +346,6 @@ def _quoted(path: str) -> str:
     return '"' + path.replace("%", "%%") + '"' if re.search(r"[\s%]", path) else path
 
 
-def _algorithms(kind: str) -> str:
-    return "rsa-sha2-512,rsa-sha2-256,ssh-rsa" if kind == "ssh-rsa" else kind
+def algorithms(kind: str) -> tuple[str, ...]:
+    """The signatures by which a server can present a key of that kind."""
+    return ("rsa-sha2-512", "rsa-sha2-256", "ssh-rsa") if kind == "ssh-rsa" else (kind,)

@@ -11,7 +11,7 @@ from skyfab._util.suggest import did_you_mean
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.inventory.ssh_config import loop_of
+from skyfab.inventory.ssh_config import known_settings, loop_of
 from skyfab.ssh import keys
 from skyfab.ssh.logins import ServerBusy
 from skyfab.ui.prompt import TERMINAL
@@ -35,7 +35,7 @@ def refused(hops: Sequence[Host], at: Host, methods: Sequence[str], *, typed: st
     """
     target = hops[-1]
     before = hops[: hops.index(at)] if at in hops else ()
-    user = at.user or keys.settings(at).get("user", [getpass.getuser()])[0]
+    user = at.user or known_settings(at).get("user", [getpass.getuser()])[0]
     who = f"{user}@{at.destination}"
     by = "" if at is target else f"its jump host {at.name} refused the login: "
     takes = f" (it accepts {', '.join(methods)})" if methods else ""
@@ -75,7 +75,7 @@ def no_answer(said: str, hops: Sequence[Host], inventory: Inventory, *, is_namel
     hint = f"is it up? try: {by_hand(host, jumps=jumps)}"
     if is_nameless and inventory.source is None:
         hint = f"no inventory is loaded: set SKYFAB_INVENTORY, or try: {by_hand(host, jumps=jumps)}"
-    if host.jump is None and (loop := loop_of(host.destination)):
+    if host.jump is None and (loop := loop_of(host.destination, {})):
         hint = f"its jump hosts in ssh_config form a loop: {' → '.join(loop)}; remove one of the ProxyJump lines"
     return Unreachable(said, host=host.name, hint=hint)
 

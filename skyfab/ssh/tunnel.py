@@ -1,4 +1,4 @@
-"""Tunnels: a port of this machine that leads to one of a host, by the ssh program or by threads of this one."""
+"""Tunnels: forward a port of this machine to one of a host, with the ssh program or with threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats a failure for people: their own frames, then the host's, and on the last line the cause, with host and rank.
+"""Formats a failure for users: their own frames, then the host's, and on the last line the cause, with host and rank.
 
 Python prints an uncaught exception with every frame of skyfab, and several ranks' failures as a tree whose last line is
 any of them. `install` replaces that for errors that have to do with a pool; SKYFAB_TRACE=1 keeps Python's own form.

@@ -1,4 +1,4 @@
-"""Asks the user for a line at the terminal: one question at a time, and nothing is drawn meanwhile."""
+"""Prompts the user at the terminal: one prompt at a time, and nothing is drawn meanwhile."""
 
 from __future__ import annotations
 

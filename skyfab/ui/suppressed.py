@@ -1,4 +1,4 @@
-"""Lines that frameworks write when they start, and that say nothing: shown only with SKYFAB_TRACE=1 or ``-v``."""
+"""Start-up lines of frameworks that have no useful content: shown only with SKYFAB_TRACE=1 or ``-v``."""
 
 from __future__ import annotations
 

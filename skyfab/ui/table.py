@@ -1,4 +1,4 @@
-"""Prints tables: on a terminal in its width, as records where that is too narrow, and as plain columns elsewhere."""
+"""Prints tables: in the width of a terminal, as records if that is too narrow, or as plain columns in a pipe."""
 
 from __future__ import annotations
 

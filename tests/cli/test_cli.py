@@ -130,6 +130,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["--bogus", "train"], "error: unknown option --bogus\nhint: skyfab --help\n"),
         (["train", "--bogus"], "error: unknown option --bogus\nhint: skyfab train --help\n"),
         (["train", "--epoch=3"], "error: unknown option --epoch\nhint: did you mean: skyfab train --epochs=3\n"),
+        (["exec", "--hsots=x", "--", "true"], "hint: did you mean: skyfab exec --hosts=x -- true\n"),
         (["logs", "a", "b"], "error: unexpected argument 'b'\nhint: skyfab logs --help\n"),
         (["train", "--hosts"], "error: --hosts: expected one argument\nhint: skyfab train --help\n"),
         (["train", "--hosts="], "error: --hosts must not be empty\nhint: skyfab train --help\n"),

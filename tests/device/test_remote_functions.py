@@ -108,16 +108,29 @@ def test_values_that_were_asked_for_ahead_are_freed(device: Any) -> None:
     assert sky.memory(device)["tensors"] == before
 
 
-def test_a_generator_that_raises(device: Any) -> None:
+@pytest.mark.parametrize("early", [False, True])
+def test_a_generator_that_raises(device: Any, monkeypatch: pytest.MonkeyPatch, early: bool) -> None:
+    """Also if that is known before all values are asked for."""
+    from skyfab.device import tensors
+
+    stream = tensors.streams[device.index]
+    start = stream.start
+
     def tokens() -> Iterator[int]:
         yield 1
         raise ValueError("out of words")
 
-    for _ in range(20):  # it may fail on the host before all values are asked for
-        found = sky.run_on(device, tokens)
-        assert next(found) == 1
-        with pytest.raises(sky.DeviceError, match="out of words"):
-            next(found)
+    def start_and_wait(*instruction: Any) -> Any:
+        batch = start(*instruction)
+        stream.link.wait(lambda: batch.done)
+        return batch
+
+    if early:
+        monkeypatch.setattr(stream, "start", start_and_wait)
+    found = sky.run_on(device, tokens)
+    assert next(found) == 1
+    with pytest.raises(sky.DeviceError, match="out of words"):
+        next(found)
     assert torch.ones(2, device=device).sum().item() == 2
 
 

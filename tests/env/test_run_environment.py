@@ -102,9 +102,8 @@ def test_packages_of_a_file_of_requirements(run: Run, app: Path, index: Index) -
 
 def test_packages_of_a_lock(run: Run, app: Path, index: Index) -> None:
     index.add("book", "2.0")
-    lock = uv.run_uv(
-        "pip", "compile", "-q", "--format=pylock.toml", "--generate-hashes", "-", stdin="shelf\nbook==1.0", cwd=app
-    )
+    write(app / "wanted.in", "shelf\nbook==1.0")
+    lock = uv.run_uv("pip", "compile", "-q", "--format=pylock.toml", "--generate-hashes", "wanted.in", cwd=app)
     write(app / "pylock.toml", lock)
     ran = run("--lock=pylock.toml", "train.py")
     assert ran.stdout == "node1[0] 1.0 1.0 None\n", ran.stderr

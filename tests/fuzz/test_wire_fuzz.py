@@ -32,7 +32,7 @@ from skyfab.host.agent import workers as seats_module
 from skyfab.host.agent.agent import Agent
 from skyfab.host.agent.store import Writer
 from skyfab.protocol import VERSION, messages
-from skyfab.protocol.frames import HEAD, HELLO
+from skyfab.protocol.frames import DATA, HEAD, HELLO
 from skyfab.session.replies import PendingRequest, Replies
 
 QUICK, LONG = 250, 20_000
@@ -276,8 +276,16 @@ def test_whatever_a_client_says_the_agent_goes_on(host: Make, data: bytes, piece
         one.hear(data, pieces)
 
 
+NOT_A_MESSAGE = [
+    Frame(HEAD, 0, 1, b'{"op":"result","parts":[100]}'),
+    Frame(DATA, 0, 2, b"on the stream of its log, so that what follows has to wait"),
+    Frame(HEAD, 0, 11, b'{"op":"result","parts":[4]}\x80'),
+]
+
+
 @fuzz()
 @given(mutated("host", greet=False))
+@example(b"".join(map(Frame.encode, NOT_A_MESSAGE)))
 @pytest.mark.slow
 def test_whatever_a_rank_says_the_agent_goes_on(host: Make, data: bytes) -> None:
     """User code has the pipe to the agent in its process, and may write to it."""

@@ -15,26 +15,14 @@ os.environ.setdefault("ONEDNN_JIT_PROFILE", "0")  # else it keeps a file open fo
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 
-from skyfab.protocol import codec  # noqa: E402  # after the check that there is a torch
-from skyfab.protocol.codec import Payload, dumps, loads  # noqa: E402
+from test_codec import land, there  # noqa: E402  # after the check that there is a torch
+
+from skyfab.protocol import codec  # noqa: E402
+from skyfab.protocol.codec import dumps, loads  # noqa: E402
 
 pytestmark = pytest.mark.torch
 
 gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-
-
-def land(payload: Payload) -> list[memoryview]:
-    return [memoryview(bytearray(view)) for view in payload.buffers]
-
-
-def there(value: Any) -> Any:
-    """`value` after the journey; no warning on the way (they are errors in this suite)."""
-    payload = dumps(value)
-    return loads(payload.data, land(payload))
-
-
-def same_storage(first: Any, second: Any) -> bool:
-    return bool(first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr())
 
 
 # ---- tensors of every kind

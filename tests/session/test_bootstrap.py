@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import os
 import shutil
@@ -10,23 +11,25 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stage.fakes import Listener
 from stage.threads import at_once
 
 import skyfab as sky
 from skyfab.inventory.host import Host
 from skyfab.protocol import messages
 from skyfab.session import bootstrap as launch_module
-from skyfab.session.bootstrap import Bootstrap, local_python, spelled
+from skyfab.session.bootstrap import Bootstrap, local_python, open_shell, spelled
 from skyfab.session.bundle import bundle
 from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session
+from skyfab.session.shell import ScriptFailed, Shell
 from skyfab.session.timing import Timing
 from skyfab.ssh.local import Local
 
@@ -429,20 +432,35 @@ def test_a_host_that_says_nothing_is_given_up_in_time() -> None:
         join(b"Welcome\n", end=False, seconds=0.3)
 
 
+# ---- scripts in the shell
+
+
+@pytest.fixture
+def shell_here(tmp_path: Path) -> Iterator[Shell]:
+    host = Host(name="node", cache=str(tmp_path))
+    with open_shell(host, Local(host)) as shell:
+        yield shell
+
+
+def test_scripts_run_one_after_another(shell_here: Shell, tmp_path: Path) -> None:
+    assert shell_here.run("echo one; echo >&2; printf '$c'; printf three") == "one\n\n$cthree"
+    assert shell_here.run('echo "$c"; cat') == str(tmp_path)
+    for status in (7, 127):
+        with pytest.raises(ScriptFailed, match=r"^no$") as caught:
+            shell_here.run(f"echo no; exit {status}")
+        assert caught.value.status == status
+    assert shell_here.run("head -c 2700000 | wc -c", feed=[bytes(300_000)] * 9).strip() == "2700000"
+    assert shell_here.run("true") == ""
+
+
+def test_a_script_that_fails_is_sent_no_more_of_its_input(shell_here: Shell) -> None:
+    with pytest.raises(ScriptFailed, match=r"^enough$"):
+        shell_here.run("head -c 1000000 >/dev/null; echo enough; exit 1", feed=itertools.repeat(bytes(100_000)))
+    with pytest.raises(sky.HostLost):  # what it has left unread is no script
+        shell_here.run("echo more")
+
+
 # ---- all of it
-
-
-class Quiet:
-    """Nobody listens."""
-
-    def on_output(self, worker: str, lines: object) -> None: ...
-    def on_import(self, worker: str, module: str) -> None: ...
-    def on_exit(self, worker: str, text: str) -> None: ...
-    def on_lost(self, error: Exception) -> None: ...
-    def on_disconnect(self, reason: str) -> None: ...
-    def on_reconnect(self, seconds: float) -> None: ...
-    def others_respond(self) -> bool:
-        return False
 
 
 def test_a_whole_session_below_a_hostile_home(hostile_home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,7 +469,7 @@ def test_a_whole_session_below_a_hostile_home(hostile_home: Path, monkeypatch: p
     host = Host(name="local", cache="~/my 'cache'; $(touch pwned)")
     for _ in range(2):  # with an empty cache, and with one that has the bundle
         made = Bootstrap(host=host, session=os.urandom(8).hex(), bundle=bundle(), python=sys.executable)
-        session = Session(made, lambda: Local(host), Quiet(), SharedReader(), Timing(lease=5))
+        session = Session(made, lambda: Local(host), Listener(), SharedReader(), Timing(lease=5))
         agent = session.open()
         try:
             assert agent.python == local_python()
@@ -521,7 +539,7 @@ def test_two_programs_unpack_one_bundle_at_once(tmp_path: Path) -> None:
     ]
     reader = SharedReader()
     sessions = [
-        Session(made, functools.partial(Local, made.host), Quiet(), reader, Timing(lease=5)) for made in launches
+        Session(made, functools.partial(Local, made.host), Listener(), reader, Timing(lease=5)) for made in launches
     ]
     try:
         found = at_once(lambda session: session.open().pid, sessions)

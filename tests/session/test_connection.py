@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, ClassVar
 
 import pytest
+from stage.fakes import Listener
 from stage.messages import filled
 
 import skyfab as sky
@@ -18,7 +19,6 @@ from skyfab.protocol import VERSION, messages
 from skyfab.protocol.frames import ACK, BYE, COUNT, HEAD, HEADER, HELLO, PING, PONG, frame
 from skyfab.session import reconnect
 from skyfab.session.connection import Connection
-from skyfab.session.lines import Lines
 from skyfab.session.reader import SharedReader, run
 from skyfab.session.reconnect import Reconnector
 from skyfab.session.state import State
@@ -153,28 +153,6 @@ class Agent:
         if isinstance(outcome, Exception):
             raise outcome
         return outcome
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.told: list[str] = []
-        self.others = False
-
-    def on_output(self, worker: str, lines: Lines) -> None: ...
-    def on_import(self, worker: str, module: str) -> None: ...
-    def on_exit(self, worker: str, generation: int) -> None: ...
-
-    def on_lost(self, error: Exception) -> None:
-        self.told.append(f"lost: {error}")
-
-    def on_disconnect(self, reason: str) -> None:
-        self.told.append(f"apart: {reason}")
-
-    def on_reconnect(self, seconds: float) -> None:
-        self.told.append(f"together after {seconds:.0f}")
-
-    def others_respond(self) -> bool:
-        return self.others
 
 
 class Bench:

@@ -17,7 +17,9 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from stage.fakes import Listener
 from stage.messages import filled
+from stage.spot import until
 from stage.threads import begin
 
 import skyfab as sky
@@ -41,7 +43,6 @@ from skyfab.protocol.frames import (
 )
 from skyfab.session.bootstrap import Bootstrap, local_python
 from skyfab.session.bundle import bundle
-from skyfab.session.lines import Lines
 from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session
 from skyfab.session.timing import Timing
@@ -97,39 +98,16 @@ class Puppet:
         return Stream(self._ours)
 
     servers = ()
+    is_closed = False
 
-    def joined(self) -> None:
-        pass
-
+    def joined(self) -> None: ...
     def close(self) -> None:
-        pass
+        self.is_closed = True
 
     def say(self, data: bytes) -> None:
         """Until it is sent, or the other side has hung up."""
         with contextlib.suppress(OSError):
             self.host.sendall(data)
-
-
-class Listener:
-    def __init__(self) -> None:
-        self.lines: list[tuple[str, str]] = []
-        self.lost_with: list[Exception] = []
-        self.exits: list[str] = []
-
-    def on_output(self, worker: str, lines: Lines) -> None:
-        self.lines += lines
-
-    def on_import(self, worker: str, module: str) -> None: ...
-    def on_exit(self, worker: str, text: str) -> None:
-        self.exits.append(worker)
-
-    def on_lost(self, error: Exception) -> None:
-        self.lost_with.append(error)
-
-    def on_disconnect(self, reason: str) -> None: ...
-    def on_reconnect(self, seconds: float) -> None: ...
-    def others_respond(self) -> bool:
-        return False
 
 
 def hello(**changes: Any) -> bytes:
@@ -184,7 +162,14 @@ def head(stream: int, message: messages.Message | bytes, data: bytes = b"", *, l
 def test_a_proper_host_is_heard() -> None:
     """Else the tests below prove nothing."""
     with opened() as (session, puppet, _):
+        assert not session.has_ended
+        assert min(session.moved) > 0
         assert outcome(session, puppet, head(1, messages.Missing(names=["a"]))) == messages.Missing(names=["a"])
+    assert session.has_ended
+    with opened() as (session, puppet, _):
+        error = outcome(session, puppet, head(1, messages.Failed(text="its disk is full", hint="free some")))
+        assert isinstance(error, sky.HostUnfit)
+        assert str(error) == "node: its disk is full\nhint: free some"
 
 
 @pytest.mark.parametrize(
@@ -217,6 +202,32 @@ def test_a_host_that_does_not_introduce_itself_is_refused(said: bytes) -> None:
         with pytest.raises(sky.SkyfabError) as caught:
             session.open()
         assert len(str(caught.value)) < 1000
+        assert isinstance(caught.value, sky.HostUnfit) or said == hello(received=1)
+
+
+def test_a_host_that_says_nothing_is_not_waited_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyfab.session.session.GOODBYE", 0.0)
+    with prepared() as (session, _, _):
+        opening = begin(session.open)
+        until(lambda: session.connection.stream is not None)
+        session.close()
+        assert str(opening.exception(30)) == "node: the pool was closed"
+        assert session.was_stopped
+    monkeypatch.setattr("skyfab.session.bootstrap.CONNECT", 0.2)
+    with prepared() as (session, _, _):
+        with pytest.raises(sky.HostUnfit, match="its agent does not answer"):
+            session.open()
+        assert not session.was_stopped
+
+
+def test_an_agent_that_was_given_up_is_ended() -> None:
+    with opened() as (session, _, _):
+        again = Puppet()
+        session.transport = lambda: again
+        session.end_agent(lambda: False)
+        with again.host:
+            assert again.host.recv(1000) == frame(BYE)
+        assert again.is_closed
 
 
 # ---- answers
@@ -277,9 +288,9 @@ def test_a_wrong_answer_ends_the_host_and_not_the_program() -> None:
         for _ in range(5):
             session.send(messages.Has(names=[]), answer=lambda *_: None, failure=errors.append)
         puppet.say(HEADER.pack(99, 0, 0, 0))
-        session.wait(lambda: len(errors) == 5 and bool(listener.lost_with), timeout=170)
+        session.wait(lambda: len(errors) == 5 and bool(listener.told), timeout=170)
         assert len(errors) == 5
-        assert len(listener.lost_with) == 1
+        assert len(listener.told) == 1
         with pytest.raises(sky.SkyfabError):
             session.send(messages.Has(names=[]))
 

@@ -31,6 +31,7 @@ class Pipe:
         self.errors: list[BaseException] = []
         self.defect: Exception | None = None
         self.then: Callable[[], None] = lambda: None
+        self.woken: Callable[[], None] = lambda: None
         self.source, self._sink = os.pipe()
         os.set_blocking(self.source, False)
         self._reader = reader
@@ -56,7 +57,7 @@ class Pipe:
 
     def on_wake(self) -> Sequence[Callable[[], None]]:
         self.wakes += 1
-        return ()
+        return [self.woken]
 
     def on_tick(self, now: float) -> Sequence[Callable[[], None]]:
         self.ticks += 1
@@ -197,13 +198,7 @@ def test_wake_is_heard_once_each(reader: SharedReader) -> None:
 
 def test_what_cannot_be_written_yet_is_tried_again_after_a_pause(reader: SharedReader) -> None:
     pipe = Pipe(reader)
-
-    def on_wake() -> Sequence[Callable[[], None]]:
-        pipe.wakes += 1
-        reader.retry_soon(pipe)
-        return ()
-
-    pipe.on_wake = on_wake  # type: ignore[method-assign]
+    pipe.woken = lambda: reader.retry_soon(pipe)
     begun = time.monotonic()
     reader.retry_soon(pipe)
     until(lambda: pipe.wakes > 10)
@@ -252,18 +247,13 @@ def test_a_signal_handler_that_was_set_after_the_pool_was_opened_does_not_run_in
 def test_a_forked_child_does_not_wait_for_the_parents_threads(reader: SharedReader) -> None:
     locked, go_on = threading.Event(), threading.Event()
 
-    class Slow(Pipe):
-        @property
-        def interval(self) -> float:
-            """Asked for with the reader's lock held."""
+    def hold() -> None:
+        with reader._lock:
             locked.set()
             go_on.wait(60)
-            return 60.0
 
-        @interval.setter
-        def interval(self, value: float) -> None: ...
-
-    pipe = begin(lambda: Slow(reader))
+    Pipe(reader)
+    holding = begin(hold)
     locked.wait(60)
     child = os.fork()
     if not child:
@@ -272,7 +262,7 @@ def test_a_forked_child_does_not_wait_for_the_parents_threads(reader: SharedRead
         os._exit(0)
     assert os.waitpid(child, 0)[1] == 0
     go_on.set()
-    pipe.result(60)
+    holding.result(60)
 
 
 # ---- callers that read
@@ -307,6 +297,16 @@ def test_callers_that_come_one_after_another_read_their_replies_themselves(
     pipe.say()
     until(lambda: len(pipe.threads) == 21, "the thread reads again when no caller does")
     assert pipe.threads[-1] == "skyfab-reader"
+
+
+def test_callers_do_not_delay_a_thread_that_waits(reader: SharedReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyfab.session.reader._REST", 5.0)
+    one, other = Pipe(reader), Pipe(reader)
+    waiting = begin(lambda: reader.wait(lambda: bool(other.read), 4))
+    until(lambda: bool(reader._waits))
+    answered(reader, one)
+    other.say()
+    assert waiting.result(20)
 
 
 def test_a_caller_that_leaves_keeps_nobody_waiting(reader: SharedReader) -> None:

@@ -10,7 +10,37 @@ from typing import Any
 import skyfab as sky
 from skyfab.calls.pack import PackedCall, PackedFunction
 from skyfab.protocol import codec, messages
+from skyfab.session.lines import Lines
 from skyfab.session.timing import Timing
+
+
+class Listener:
+    """Notes what a session reports."""
+
+    def __init__(self) -> None:
+        self.lines: list[tuple[str, str]] = []
+        self.exits: list[str] = []
+        self.told: list[str] = []
+        self.others = False
+
+    def on_output(self, worker: str, lines: Lines) -> None:
+        self.lines += lines
+
+    def on_import(self, worker: str, module: str) -> None: ...
+    def on_exit(self, worker: str, text: str) -> None:
+        self.exits.append(worker)
+
+    def on_lost(self, error: Exception) -> None:
+        self.told.append(f"lost: {error}")
+
+    def on_disconnect(self, reason: str) -> None:
+        self.told.append(f"apart: {reason}")
+
+    def on_reconnect(self, seconds: float) -> None:
+        self.told.append(f"together after {seconds:.0f}")
+
+    def others_respond(self) -> bool:
+        return self.others
 
 
 class FakeSession:

@@ -59,12 +59,6 @@ class Typist:
         """Whether the terminal shows what is typed."""
         return bool(termios.tcgetattr(self._theirs)[3] & termios.ECHO)
 
-    def restores_echo(self) -> None:
-        """Sets the terminal to show what is typed, as a shell does that has stopped the program."""
-        mode = termios.tcgetattr(self._theirs)
-        mode[3] |= termios.ECHO
-        termios.tcsetattr(self._theirs, termios.TCSADRAIN, mode)
-
     def ends(self, timeout: float = 120) -> int:
         """Reads until the program has ended, and returns its exit code."""
         deadline = time.monotonic() + timeout

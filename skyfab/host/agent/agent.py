@@ -261,7 +261,7 @@ class Agent:
     def hello(self, payload: bytes) -> None:
         hello = messages.expect(ClientHello, payload)
         if hello.protocol != VERSION:
-            raise ProtocolError(f"protocol {hello.protocol} there, {VERSION} here")
+            raise ProtocolError(f"the client has protocol version {hello.protocol}, this agent {VERSION}")
         if not hello.lease >= 0:
             raise ProtocolError(f"a lease of {hello.lease} s")
         if not self._greeted:

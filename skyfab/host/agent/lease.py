@@ -1,4 +1,4 @@
-"""The lease: how long an agent stays without its client before it exits.
+"""The lease: how long an agent waits for its client before it exits.
 
 The time depends on whether the client program has ended or the network has failed. When a program ends, its ssh closes
 the link's input in order while the output, or at least the sshd, stays, and the client does not reconnect: ten seconds

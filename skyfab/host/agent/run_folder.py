@@ -1,4 +1,4 @@
-"""The folder of a detached run on one host: without a client, results and states are written to files.
+"""The folder of a detached run on one host, to which the agent writes results and states.
 
 ``runs/ID`` in the cache contains `about` (the run's description), `status` (its state), `agent` (the agent's process),
 a log for each rank and stream, when it was written, and each rank's result. A file with its final name is complete.

@@ -135,6 +135,8 @@ class WorkerOutput:
         if not self._stalled and marks is not None and self._are_sent(marks):
             self._pass_on(kind, stream, payload, head)
         else:
+            if kind == HEAD:  # an invalid message is refused now: later its ProtocolError would end the agent
+                inline_size(getattr(messages.decode(bytes(payload[: head or None])), "parts", ()))
             self._stalled.append((marks, kind, stream, bytes(payload), head))
             self._pause()
 

@@ -1,4 +1,4 @@
-"""Deletes from the cache folder what was not used for a while.
+"""Deletes what has not been used for a while from the cache folder.
 
 Recognizes by their names what it may delete, and touches nothing else; links are deleted and never followed. Old
 entries are first moved aside, atomically, and moved back if they were used at that moment: a pool that is just starting

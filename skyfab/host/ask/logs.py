@@ -1,4 +1,4 @@
-"""Reads the logs of a detached run: new lines of all of them, merged by the times at which they were written."""
+"""Reads new lines from all logs of a detached run, merged by the times at which they were written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Measures how fast this host is, with torch where that is installed, and its network to another host.
+"""Measures the speed of this host, with torch if it is installed, and of its network to another host.
 
 `listen` and `send` run in workers: both ends are there at the same time.
 """

@@ -1,4 +1,4 @@
-"""What a host is and does right now: its system, load, memory, disk and GPUs."""
+"""The hardware and current state of this host: its system, load, memory, disk and GPUs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions of a device's worker that are one instruction each, where PyTorch would need many.
+"""Composite operators in a device's worker: one instruction each, for which PyTorch would need many.
 
 A function whose backward needs what its forward has computed returns a handle: an empty tensor that holds the autograd
 graph of the forward. The client frees it like any other tensor, and with it the graph.

@@ -1,4 +1,4 @@
-"""What the workers of devices run, as a client can name it without importing torch."""
+"""The function that the worker of a device runs. The client can import it without torch."""
 
 from __future__ import annotations
 

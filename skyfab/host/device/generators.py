@@ -1,4 +1,4 @@
-"""Generators of functions that run on a host: the worker asks them for values while it does other things too."""
+"""Generators that run on a host: the worker requests their values between other instructions."""
 
 from __future__ import annotations
 

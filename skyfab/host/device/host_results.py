@@ -1,4 +1,4 @@
-"""Results that stay on a host: which tensors are kept, and what is replied to the client.
+"""Results that stay on a host: which tensors are kept, and how they are described to the client.
 
 Tensors of a result that share memory are kept as one tensor, their base, of which they are views. So they share memory
 for the program too.

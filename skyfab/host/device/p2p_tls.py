@@ -1,4 +1,4 @@
-"""Channels: the worker of one device sends tensors to the worker of another, and their client does not see the bytes.
+"""Channels: TLS connections on which the worker of one device sends tensors to the worker of another.
 
 A channel is a TLS connection between two workers. Tensors go one way over it. Both ends present the certificate that
 the client has made for this channel, and accept no other one. The end that receives asks for each tensor by its number,

@@ -1,4 +1,4 @@
-"""Plans as the worker of a device has them: functions that call an operator with the operands of an instruction."""
+"""Plans in the worker of a device: functions that call an operator with the operands of an instruction."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Examines hosts, and what is between them: findings, each with its fix."""
+"""`skyfab doctor`: examines hosts and the network between them; each finding has its fix."""

@@ -1,4 +1,4 @@
-"""Examines hosts: all at once, over one connection each, and then what is between them."""
+"""Examines hosts in parallel, over one connection each, and then the network between them."""
 
 from __future__ import annotations
 

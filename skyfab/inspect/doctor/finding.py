@@ -1,4 +1,4 @@
-"""`Finding`: one thing that was looked at, how it is, and what to do about it."""
+"""`Finding`: a result of the doctor: what was checked, its state, and the fix."""
 
 from __future__ import annotations
 

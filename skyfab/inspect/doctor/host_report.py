@@ -1,4 +1,4 @@
-"""`HostReport`: a host with all that is known of it, for the checks."""
+"""`HostReport`: everything known about a host, for the checks."""
 
 from __future__ import annotations
 

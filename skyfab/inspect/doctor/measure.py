@@ -1,4 +1,4 @@
-"""Compares what hosts were measured at: with each other, and with what was measured before, which is kept here."""
+"""Compares the measurements of hosts with each other and with earlier ones, which are kept on this machine."""
 
 from __future__ import annotations
 

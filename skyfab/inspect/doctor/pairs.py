@@ -1,4 +1,4 @@
-"""What is between hosts: can they connect to each other, on which network, and how fast is it."""
+"""The network between hosts: whether they can connect to each other, on which interface, and how fast."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Findings as people read them: sections with their state, and what to do; also without names, for an issue."""
+"""Formats findings for people: sections with their state, and fixes; also without names, for an issue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`FullScreen`: the whole terminal for one program: its alternate screen, its keys, and how it is given back."""
+"""`FullScreen`: uses the whole terminal: its alternate screen and its keys, and restores it at the end."""
 
 from __future__ import annotations
 

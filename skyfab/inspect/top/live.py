@@ -1,4 +1,4 @@
-"""`Live`: the loop of `skyfab top`: shows what is known, and does what keys ask for."""
+"""`Live`: the loop of `skyfab top`: shows the latest snapshot, and handles keys."""
 
 from __future__ import annotations
 

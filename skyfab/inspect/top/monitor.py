@@ -1,4 +1,4 @@
-"""`Monitor`: looks at hosts again and again, each over one connection that stays open, each on a thread of its own.
+"""`Monitor`: queries hosts at intervals, each over one connection that stays open and on its own thread.
 
 A host that is slow or lost delays no other one, and is never asked twice at a time.
 """

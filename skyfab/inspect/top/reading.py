@@ -1,4 +1,4 @@
-"""Texts about a run or a host that are read on a thread of their own: its log, its stacks."""
+"""Reads the log or the stacks of a run or host, on a separate thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Snapshot`: what `skyfab top` shows at one moment, as rows of cells. Made of what is known; draws nothing."""
+"""`Snapshot`: what `skyfab top` shows at one moment, as rows of cells. Draws nothing."""
 
 from __future__ import annotations
 

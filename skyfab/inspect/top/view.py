@@ -1,4 +1,4 @@
-"""`View`: what of a snapshot is on the screen and selected, what a key does, and the lines of the screen."""
+"""`View`: which part of a snapshot is visible and selected, what each key does, and the lines of the screen."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HELP: Final = (
     "PgUp PgDn     a page up or down",
     "Home End      the first host, the last run",
     "Tab           switch between hosts and runs",
-    "l or Enter    follow the log of the run, or of the host's",
+    "l or Enter    follow the log of the run, or of a run on the host",
     "s             the stacks of all ranks of the run or host",
     "x, then y     stop the run",
     "q             back; from the hosts, quit",

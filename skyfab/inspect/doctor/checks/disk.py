@@ -1,4 +1,4 @@
-"""The disk of the cache: its room, and whether programs can be started from it."""
+"""The disk of the cache: its free space, and whether programs can run from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The GPUs' driver: whether nvidia-smi or its like works, and whether it is new enough for torch."""
+"""The GPUs' driver: whether nvidia-smi or rocm-smi works, and whether it is new enough for torch."""
 
 from __future__ import annotations
 

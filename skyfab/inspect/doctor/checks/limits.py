@@ -1,4 +1,4 @@
-"""The limits of open files and processes."""
+"""The limits on open files and processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the host finds its own name, and the name of this machine."""
+"""How fast the host resolves its own name, and the address of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The login, which has succeeded, and its shell: what it prints when it runs a command, and how fast it starts."""
+"""The login shell: what it prints when it runs a command, and how fast it starts."""
 
 from __future__ import annotations
 

@@ -89,15 +89,16 @@ def name(path: str) -> bytes:
         raise ProtocolError(f"not a path: {path!a:.200}") from None
 
 
-def shown(path: bytes) -> str:
+def shown(path: bytes | str) -> str:
     """A path for people."""
-    return ascii(text(path))[1:-1] if not text(path).isprintable() else text(path)
+    said = text(path) if isinstance(path, bytes) else path
+    return said if said.isprintable() else ascii(said)[1:-1]
 
 
 def words(error: OSError) -> str:
     """An error for people, whatever its path is made of."""
     path = error.filename
-    where = "" if path is None else f": {shown(path) if isinstance(path, bytes) else path}"
+    where = "" if path is None else f": {shown(path)}"
     return f"{error.strerror or error}{where}"
 
 
@@ -149,6 +150,11 @@ def walk(top: bytes, place: bytes, skipped: list[Skip], keeps: Keeps | None = No
                     children = sorted(found, key=_name)
             except (FileNotFoundError, NotADirectoryError):
                 skipped.append((inner, "removed while it was read"))
+                continue
+            except PermissionError:
+                if inner == place:
+                    raise
+                skipped.append((inner, "not readable"))
                 continue
             for child in children:
                 path = b"%s/%s" % (inner, child.name) if inner else child.name

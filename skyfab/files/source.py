@@ -59,7 +59,7 @@ class Source:
         try:
             with self._open(number) as (fd, _):
                 return digest_of(fd, size)
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):
             return ""
 
     def hold(self, number: int, size: int) -> str:
@@ -67,7 +67,7 @@ class Source:
         self.close()
         try:
             fd = os.open(self.paths[number], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        except FileNotFoundError:
+        except (FileNotFoundError, PermissionError):
             return ""
         self._held = (number, fd, _state(fd))
         return self.digest_held(size)
@@ -96,7 +96,7 @@ class Source:
                     if len(content) > about.st_size:  # it has grown; or it is one of /proc, which have no size
                         while len(content) <= SMALL and (more := os.read(fd, SMALL + 1 - len(content))):
                             content += more
-            except FileNotFoundError:
+            except (FileNotFoundError, PermissionError):
                 found.append([number, GONE, 0])
                 continue
             if len(content) > min(room, SMALL):

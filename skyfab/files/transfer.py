@@ -13,8 +13,8 @@ from typing import Any, Final, Protocol
 
 from skyfab._util import schema
 from skyfab._util.sizes import counted, readable
-from skyfab.errors import ProtocolError, printable
-from skyfab.files.entries import FILE, LARGEST
+from skyfab.errors import ProtocolError
+from skyfab.files.entries import FILE, LARGEST, shown
 from skyfab.files.source import GONE, PIECE, SMALL, Source
 from skyfab.files.target import EQUAL_SIZE, NEWER, Target
 
@@ -117,7 +117,7 @@ class Report:
 
     def note(self, path: str, why: str) -> None:
         if len(self.skipped) < _NOTES:
-            self.skipped.append((printable(path), printable(why)))
+            self.skipped.append((shown(path), shown(why)))
 
 
 Progress = Callable[[int, int], None]
@@ -227,7 +227,7 @@ class Transfer:
                 self.report.sent += 1
             else:
                 self._target.ask("discard", number).result()
-                self.report.note(self._rows[number][0], "changed while it was read")
+                self.report.note(self._rows[number][0], "removed, changed or not readable")
         while self._writing:
             self._wait_for_writing(0)
 
@@ -284,7 +284,7 @@ class Transfer:
             raise ProtocolError("files that were not requested")
         for number, size, _ in found:
             if size == GONE:
-                self.report.note(self._rows[number][0], "removed, or changed while it was read")
+                self.report.note(self._rows[number][0], "removed, changed or not readable")
                 self._advance(self._size(number))
             else:
                 self.report.sent += 1

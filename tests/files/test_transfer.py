@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import itertools
+import json
 import os
 import shutil
 import stat
@@ -17,13 +19,16 @@ from typing import Any
 import pytest
 from test_entries import ODD
 
-from skyfab.errors import ProtocolError
-from skyfab.files import draft
+from skyfab.errors import HostUnfit, ProtocolError
+from skyfab.files import draft, entries
 from skyfab.files.draft import Draft, part_of
 from skyfab.files.entries import FILE, FOLDER, LINK, Entry, walk
 from skyfab.files.source import GONE, PIECE, SMALL, Source, expected, matching
 from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Report, Transfer
+from skyfab.host.ask.files import serve
+from skyfab.pool.files import Answer
+from skyfab.protocol import messages
 
 
 def move(
@@ -246,7 +251,7 @@ def test_a_file_that_goes_while_it_is_read_is_left_out(tmp_path: Path) -> None:
     transfer.run(lambda size: None)
     target.close()
     assert [path.name for path in (tmp_path / "to").iterdir()] == ["b"]
-    assert transfer.report.skipped == [("a", "removed, or changed while it was read")]
+    assert transfer.report.skipped == [("a", "removed, changed or not readable")]
 
 
 @pytest.mark.skipif(not Path("/proc/version").exists(), reason="a file system of Linux")
@@ -333,7 +338,7 @@ def test_a_file_that_is_changed_all_the_time_is_left_out(large: Path) -> None:
     (to / "large").write_text("of yesterday")
     report, arrived = move_while(lambda number: large.write_bytes(bytes([number]) * LARGE), large)
     assert arrived.read_text() == "of yesterday"
-    assert report.skipped == [("large", "changed while it was read")]
+    assert report.skipped == [("large", "removed, changed or not readable")]
     assert report.sent == 1
     assert sorted(path.name for path in to.iterdir()) == ["large", "small"]
 
@@ -356,7 +361,7 @@ def test_a_file_that_becomes_shorter_or_vanishes_is_left_out(large: Path, change
         with contextlib.closing(Source(entries, [])) as source:
             transfer = Transfer(Here(source), Here(target), lambda done, total: None)
             transfer.run(lambda size: None)
-    assert transfer.report.skipped == [("large", "changed while it was read")]
+    assert transfer.report.skipped == [("large", "removed, changed or not readable")]
     assert [path.name for path in (large.parent.parent / "to").iterdir()] == ["small"]
 
 
@@ -387,6 +392,31 @@ def test_a_folder_that_vanishes_while_it_is_listed_is_left_out(tmp_path: Path) -
     names += [entry.path for entry, _ in found]
     assert names == [b"a", b"b", b"a/file"]
     assert skipped == [(b"b", "removed while it was read")]
+
+
+def test_what_is_not_readable_is_left_out(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One such file or folder does not keep the others from being sent. (root can read everything.)"""
+    (large.parent / "secret").write_text("secret")
+    (large.parent / "folder").mkdir()
+    unreadable = {os.fsencode(large.parent / name) for name in ("secret", "folder", "large")}
+
+    def refuse(function: Callable[..., Any]) -> Callable[..., Any]:
+        def checked(path: Any, *args: Any, **options: Any) -> Any:
+            if path in unreadable:
+                raise PermissionError(13, "Permission denied", path)
+            return function(path, *args, **options)
+
+        return checked
+
+    monkeypatch.setattr(os, "open", refuse(os.open))
+    monkeypatch.setattr(os, "scandir", refuse(os.scandir))
+    report = move(large.parent, large.parent.parent / "to")
+    assert dict(report.skipped) == {
+        "folder": "not readable",
+        "secret": "removed, changed or not readable",
+        "large": "removed, changed or not readable",
+    }
+    assert (large.parent.parent / "to" / "small").read_text() == "small"
 
 
 @pytest.mark.parametrize("planted", ["link", "owner"])
@@ -441,6 +471,31 @@ def test_what_was_not_requested_is_not_written(tmp_path: Path) -> None:
             with pytest.raises(ProtocolError, match="was not requested"):
                 target.compare([row.row])
     assert [path.name for path in tmp_path.iterdir()] == ["ckpt"]
+
+
+@pytest.mark.parametrize("reply", [b'{"errno": Infinity, "text": ""}', b'{"errno": []}', b"[]", b"\xff", b"[" * 9999])
+def test_hostile_replies_to_a_transfer_are_typed_errors(reply: bytes) -> None:
+    answer = Answer("node1", "begin")
+    answer.answered(messages.Result(parts=()), [memoryview(reply)])
+    with pytest.raises(ProtocolError, match="not a reply to begin"):
+        answer.result()
+    with pytest.raises(ProtocolError, match="not a path"):
+        entries.name("\ud800")
+    report = Report()
+    report.note("\ud800\x1b[2J", "\x07")
+    assert report.skipped == [("\\ud800\\x1b[2J", "\\x07")]
+
+
+@pytest.mark.parametrize("why", ["died", "unstarted"])
+def test_a_transfer_whose_process_is_killed_says_so(why: str) -> None:
+    """Its next process knows nothing of the transfer."""
+    answer = Answer("node1", "piece")
+    answer.answered(messages.Ended(why=why), [])
+    with pytest.raises(HostUnfit, match="the process of the transfer was killed") as raised:
+        answer.result()
+    assert raised.value.hint == "run it again: it resumes where it stopped"
+    found = json.loads(serve("piece", 0, 0, b"").data)
+    assert found == {"errno": errno.ESTALE, "text": "the process of the transfer was killed"}
 
 
 def test_folders_that_were_there_keep_their_modes(tmp_path: Path) -> None:

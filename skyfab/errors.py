@@ -59,14 +59,17 @@ else:
 def printable(text: str) -> str:
     """Returns the text without colour sequences and with control characters escaped.
 
-    Parts of it may come from a host, and Python prints it unchanged: it must not be able to control the terminal.
+    Parts of it may come from a host, and Python prints it unchanged: it must not control the terminal, nor the order
+    of letters.
     """
     if text.isprintable():
         return text
     return _CONTROL.sub(lambda found: ascii(found[1])[1:-1] if found[1] else "", text)
 
 
-_CONTROL = re.compile(r"\x1b\[[0-9;:]{0,64}m|([\x00-\x08\x0b-\x1f\x7f-\x9f])")
+_CONTROL = re.compile(
+    r"\x1b\[[0-9;:]{0,64}m|([\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069])"
+)
 
 
 def located(host: str | None, rank: int | None) -> str:

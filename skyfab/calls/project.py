@@ -164,23 +164,24 @@ def _paths(number: int, include: _Include, entry: Entry, path: bytes, numbers: M
 
 _SENT: Final[dict[str, Sequence[str]]] = {}
 """The folders of `sys.path` of the trees that were sent, by digest."""
-_LAID_OUT: Final[dict[str, str]] = {}
-"""Folders on hosts, and the folders here that were copied there."""
+_LAID_OUT: Final[dict[str, dict[str, str]]] = {}
+"""By host: folders there, and the folders here that were copied there."""
 _THERE: Final = re.compile(r'(?<=File ")[^"\n]*/trees/([0-9a-f]{64})/([0-9]{3})/')
 """The beginning of a path in a tree on a host, as tracebacks have it."""
 
 
-def note_laid_out(there: str, folder: str) -> None:
-    """A folder of this machine was copied to this path on a host."""
-    _LAID_OUT[there] = folder
+def note_laid_out(host: str, there: str, folder: str) -> None:
+    """A folder of this machine was copied to this path on a host, which may name any: "/" would match every file."""
+    if re.fullmatch(r"(/[^/]+){2,}", there):
+        _LAID_OUT.setdefault(host, {})[there] = folder
 
 
-def with_local_paths(trace: str) -> str:
+def with_local_paths(trace: str, host: str) -> str:
     """A host's traceback with the files of the project named as they are here: an editor can open them.
 
     Files of a tree that another program sent are named without the host's folder.
     """
-    for there, folder in _LAID_OUT.items():
+    for there, folder in _LAID_OUT.get(host, {}).items():
         trace = trace.replace(f'File "{there}/', f'File "{folder}/')
     return _THERE.sub(_folder_here, trace)
 

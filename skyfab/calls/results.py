@@ -45,10 +45,10 @@ def unpack_result(
         return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, untrusted=untrusted)
     if isinstance(message, messages.Raised):
         found = _exception(message, buffers, host, rank, untrusted)
-        trace = with_local_paths(message.traceback)
+        trace = with_local_paths(message.traceback, host)
         raise found from RemoteTraceback(trace + _noted(found, host), host, rank, message.item)
     if isinstance(message, messages.Ended):
-        trace = with_local_paths(message.traceback)
+        trace = with_local_paths(message.traceback, host)
         cause = RemoteTraceback(trace, host, rank) if trace else None
         raise _ending(message, host, rank, label) from cause
     if isinstance(message, messages.Failed):
@@ -148,7 +148,7 @@ def _note(error: BaseException, host: str) -> str | None:
     if isinstance(error, ModuleNotFoundError):
         package, own = HINTS.image("pip", _package(error.name)), HINTS.image("includes")
         return f"hint: on {host}: {package} installs it, {own} sends a module of your own"
-    if isinstance(error, FileNotFoundError) and (here := _found_here(error.filename)):
+    if isinstance(error, FileNotFoundError) and (here := _found_here(error.filename, host)):
         included = HINTS.image("includes", os.path.relpath(here))
         return f"hint: {here} exists on this machine, not on {host}: {included} sends it along"
     if type(error) is EOFError and str(error) == "EOF when reading a line":
@@ -166,11 +166,11 @@ def _package(module: object) -> str:
     return min(packages_distributions().get(top, [top]))
 
 
-def _found_here(name: object) -> Path | None:
+def _found_here(name: object, host: str) -> Path | None:
     """The local counterpart of a file that a call looked for in its working folder or beside a module, if any."""
     if not isinstance(name, str) or len(name) > _LONGEST or not name.isprintable():  # from the host: not trusted
         return None
-    local = with_local_paths(f'File "{name}"')[6:-1]
+    local = with_local_paths(f'File "{name}"', host)[6:-1]
     if local == name and name.startswith("/"):
         return None
     with contextlib.suppress(OSError):

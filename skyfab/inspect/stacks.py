@@ -15,7 +15,8 @@ from skyfab.session.ask import Question, Reply
 
 _STARTS: Final = re.compile(r"(^|[/ ])(skyfab/calls/script\.py|runpy(\.py|>))$")
 """Files that start a script."""
-_FRAME: Final = re.compile(r'^ *File "(.*)", line ([0-9]{1,9}) in (.*)$', re.MULTILINE)
+_FRAME: Final = re.compile(r'^ *File "((?!<frozen importlib).*)", line ([0-9]{1,9}) in (.*)$', re.MULTILINE)
+"""A frame, but not those between an import and the module that it imports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +60,8 @@ class _Answer:
 def _parse(host: Host, replies: Iterator[Reply]) -> list[Stack]:
     found = [schema.parse(_Answer, reply.value) for reply in replies]
     return [
-        Stack(host=host.name, rank=one.rank, pid=one.pid, pool=one.pool, frames=frames_of(one.text)) for one in found
+        Stack(host=host.name, rank=one.rank, pid=one.pid, pool=one.pool, frames=frames_of(one.text, host.name))
+        for one in found
     ]
 
 
@@ -67,12 +69,12 @@ STACKS: Final = Question("stacks", _parse)
 """Asks a host for the stacks of all workers of its cache, whichever program started them."""
 
 
-def frames_of(text: str) -> tuple[Frame, ...]:
+def frames_of(text: str, host: str) -> tuple[Frame, ...]:
     """The main thread's frames in faulthandler's output, which has it last; without the frames of skyfab.
 
     Files of the project are named as they are here, or in their folder: hosts have them in different places.
     """
-    threads = re.split(r"^(?:Current thread|Thread) .*$", with_local_paths(text), flags=re.MULTILINE)[1:]
+    threads = re.split(r"^(?:Current thread|Thread) .*$", with_local_paths(text, host), flags=re.MULTILINE)[1:]
     found = _FRAME.findall(threads[-1]) if threads else ()
     return _own([Frame(file=file, line=int(line), function=function) for file, line, function in found])
 

@@ -111,7 +111,7 @@ class Files:
                 keep_newer = laid_out is not None
                 there, called, room = check("receive", remote.ask("receive", place, base, is_file, keep_newer).result())
                 if laid_out is not None:
-                    note_laid_out(there, str(laid_out))
+                    note_laid_out(node.name, there, str(laid_out))
                 entries = [(_renamed(entry, name(called)), path) for entry, path in found] if is_file else found
                 with closing(Source(entries, own)) as source:
                     transfer = self._transfer(node, "sending files", Here(source), remote)

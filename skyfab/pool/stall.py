@@ -55,7 +55,7 @@ class _StallWatch:
 
     def _hear(self, node: Node, worker: str, rank: int | None) -> Callable[[messages.Message, list[memoryview]], None]:
         def answer(message: messages.Message, _: list[memoryview]) -> None:
-            frames = frames_of(message.text) if isinstance(message, messages.Done) else ()
+            frames = frames_of(message.text, node.name) if isinstance(message, messages.Done) else ()
             if frames:
                 stack = Stack(host=node.name, rank=rank, pid=0, pool="", frames=frames)
                 before = self._stacks.get((node.name, worker))

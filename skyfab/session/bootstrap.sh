@@ -36,6 +36,19 @@ if test -e "$c"; then
     ?????w*|????????w*) r="is writable by others";;
     *) test -O "$c" && r= || r="belongs to another user";;
   esac
+  # The owner of a link can make it lead elsewhere at any time. Above the home folder none is checked, as in link.py.
+  q=${c%/}
+  while test -n "$q"; do
+    case $HOME/ in
+      "$q"/*) break;;
+    esac
+    # shellcheck disable=SC2046 # the words of ls
+    test -L "$q" && set -- $(ls -ldn "$q") && case $3 in
+      0|"$(id -u)") ;;
+      *) r="is reached through a link of another user";;
+    esac
+    q=${q%/*}
+  done
   test -z "$r" || {
     echo "${m}failed its cache folder $r: $c"
     exit

@@ -14,7 +14,7 @@ _ESCAPES: Final = re.compile(
     r"|(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]?"  # moves the cursor, clears the screen, requests reports
     r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f]).*?(?:\x07|\x1b\\|\x9c|$)"  # sets the title, the clipboard and so on
     r"|\x1b[ -/]*[0-~]?"
-    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f]",
+    r"|[\x00-\x08\x0a-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]",  # the last ones change the order
     re.DOTALL,
 )
 RESET: Final = "\x1b[0m"

@@ -11,7 +11,7 @@ from concurrent.futures import CancelledError
 
 import pytest
 from stage.remote import leave
-from stage.spot import Spot
+from stage.spot import Spot, until
 
 import skyfab as sky
 
@@ -47,6 +47,25 @@ def test_a_call_that_saves_and_returns_when_it_is_stopped_does_not_cost_its_slot
         assert running.result(170) == "saved", "what it returns in time is its result"
     assert sky.function(os.getpid)() >> pool != int(pid), "its process is replaced"
     assert add(1) >> pool == 11
+
+
+def test_calls_are_stopped_as_soon_after_their_zygote_was_replaced(open_pool: Callable[..., sky.Compute]) -> None:
+    """The new zygote is forked from the agent, whose handler of SIGTERM its workers must not have."""
+    pool = open_pool("local", count=1)
+    os.kill(sky.function(os.getppid)() >> pool, signal.SIGKILL)
+
+    def again() -> bool:
+        try:
+            return add(1) >> pool == 11
+        except sky.WorkerDied:  # it was sent to a process that Linux has just killed
+            return False
+
+    until(again, "a call in a process of the new zygote")
+    assert sky.function(signal.getsignal)(signal.SIGTERM) >> pool == signal.SIG_DFL
+    began = time.monotonic()
+    with pytest.raises(sky.CallTimeout):
+        sky.function(timeout=1.0)(time.sleep)(60) >> pool
+    assert time.monotonic() - began < 2.9, "the process was given the two seconds of one that ignores SIGTERM"
 
 
 def cancel_one_of_twelve(pool: sky.Compute, seed: int, rounds: int) -> int:

@@ -120,7 +120,7 @@ def test_the_main_thread_counts_and_our_own_frames_do_not() -> None:
 
 def test_files_of_a_project_are_named_without_the_folder_of_the_host() -> None:
     frames = [
-        frames_of(f'Thread 0x1:\n  File "{cache}/trees/{"ab" * 32}/000/lib/load.py", line 3 in load\n')
+        frames_of(f'Thread 0x1:\n  File "{cache}/trees/{"ab" * 32}/000/lib/load.py", line 3 in load\n', "node1")
         for cache in ("/home/ada/.cache/skyfab", "/scratch/bob")
     ]
     assert frames[0] == frames[1] == (Frame(file="lib/load.py", line=3, function="load"),)
@@ -129,7 +129,13 @@ def test_files_of_a_project_are_named_without_the_folder_of_the_host() -> None:
 def test_frames_that_start_a_script_are_not_shown() -> None:
     files = ("/x/train.py", "/usr/lib/python3.11/runpy.py", "<frozen runpy>", "/c/bundles/b/skyfab/calls/script.py")
     lines = [f'  File "{file}", line 3 in f' for file in (*files, "/c/bundles/b/skyfab/host/agent/worker.py")]
-    assert [frame.file for frame in frames_of("\n".join(["Thread 0x1:", *lines]))] == ["/x/train.py"]
+    assert [frame.file for frame in frames_of("\n".join(["Thread 0x1:", *lines]), "node1")] == ["/x/train.py"]
+
+
+def test_frames_between_an_import_and_its_module_are_not_shown() -> None:
+    files = ("/x/lib.py", "<frozen importlib._bootstrap_external>", "<frozen importlib._bootstrap>", "/x/train.py")
+    text = "\n".join(["Thread 0x1:", *(f'  File "{file}", line 3 in f' for file in files)])
+    assert [frame.file for frame in frames_of(text, "node1")] == ["/x/lib.py", "/x/train.py"]
 
 
 def test_groups_are_sorted_by_size_and_kept_apart_by_pool() -> None:
@@ -143,7 +149,7 @@ def test_groups_are_sorted_by_size_and_kept_apart_by_pool() -> None:
 
 @pytest.mark.parametrize("number", ["²", "9" * 5000, "-1"])
 def test_invalid_numbers_are_passed_over(number: str) -> None:
-    assert frames_of(f'Thread 1:\n  File "f", line {number} in g\n') == ()
+    assert frames_of(f'Thread 1:\n  File "f", line {number} in g\n', "node1") == ()
 
 
 @given(st.text())

@@ -240,6 +240,23 @@ def test_a_bundle_of_another_user_is_not_started(tmp_path: Path) -> None:
     assert run(["/bin/sh"], made, tmp_path)[0] == [f"=skyfab={SESSION}=bundle"]
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="needs links of another user")
+@pytest.mark.parametrize("link", ["cache", "above"])
+def test_nothing_is_written_through_a_link_of_another_user(tmp_path: Path, link: str) -> None:
+    """Its owner can make it lead elsewhere between a check and a write."""
+    cache = tmp_path / "above" / "cache" if link == "above" else tmp_path / "cache"
+    (tmp_path / "own" / "cache").mkdir(parents=True, mode=0o700)
+    (tmp_path / link).symlink_to(tmp_path / "own" / ("" if link == "above" else "cache"))
+    home = tmp_path / "home"
+    home.mkdir()
+    made = Bootstrap(host=Host(name="node", cache=f"{cache}/"), session=SESSION, bundle=bundle(), python="none")
+    assert answer(made, HOME=str(home)) == "nopython", "a link of this user is followed"
+    os.chown(tmp_path / link, 65534, 65534, follow_symlinks=False)
+    assert "failed its cache folder is reached through a link of another user" in answer(made, HOME=str(home))
+    assert answer(made, HOME=str(cache)) == "nopython", "as the administrator has set it up"
+    assert not list((tmp_path / "own" / "cache").iterdir())
+
+
 def test_the_cache_is_there_and_closed_to_others_before_it_is_looked_at(tmp_path: Path) -> None:
     """Below a folder that all may write to, another user could make it between the look and its use."""
     cache = tmp_path / "open" / "deep" / "cache"

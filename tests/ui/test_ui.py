@@ -22,6 +22,7 @@ from stage.spot import until
 from stage.threads import at_once, begin
 
 import skyfab.ui.screen
+from skyfab.errors import printable
 from skyfab.ui import display, printer
 from skyfab.ui.display import attach
 from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Importing, Mapped, Output, State, Waiting
@@ -502,11 +503,14 @@ def test_the_screen_is_left_alone_while_a_password_is_asked_for(
         ("\x1b\x1b[2Jx", "x"),
         ("two\r\nlines", "twolines"),
         ("\x1b[6n\x1b[cx", "x"),
+        ("a\u202egpj.exe\u202c \u2066b\u2069 \u200fc\u061c", "agpj.exe b c"),
     ],
 )
 def test_no_host_can_steer_the_terminal(hostile: str, harmless: str) -> None:
     assert clean(hostile) == harmless
     assert clean(hostile, colour=False) == harmless
+    shown = printable(hostile)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]", shown)
 
 
 def test_colours_stay_and_end_with_their_line() -> None:

@@ -134,6 +134,7 @@ def _serve(control: socket.socket) -> None:
     for fd in (wakeup_in, wakeup_out):
         os.set_blocking(fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a later zygote inherits the agent's handler, and so would workers
     signal.set_wakeup_fd(wakeup_out, warn_on_full_buffer=False)
     children: dict[int, int] = {}
     own = {control.fileno(), wakeup_in, wakeup_out}

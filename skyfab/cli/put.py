@@ -54,8 +54,8 @@ def get(
     """Copy files and folders from hosts.
 
     Relative paths are in the working folder on the hosts, and are kept below the folder on this machine; quote
-    patterns. From several hosts, puts files into a folder for each host. Skips files that this machine already has with
-    the same content, and resumes interrupted transfers.
+    patterns. From several hosts, files that more than one of them has go into a folder for each host. Skips files that
+    this machine already has with the same content, and resumes interrupted transfers.
 
         skyfab get 'ckpt/*' --hosts=node1
         skyfab get /var/log/syslog --hosts=gpu --to=logs

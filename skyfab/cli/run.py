@@ -60,9 +60,9 @@ def run(
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on: scripts written for torchrun need no change. Sends the
     modules that the script imports; --sync sends data too. Files that the script writes stay on the hosts, in the
-    working folder (--workdir=temp: a temporary folder). --get fetches them, even after a failure or Ctrl-C; from
-    several hosts, into a folder for each host. Without --get, prints the command to fetch them. Without hosts and
-    inventory, two ranks run on this machine, in the current folder. Exits with 1 if a rank fails.
+    working folder (--workdir=temp: a temporary folder). --get fetches them, even after a failure or Ctrl-C;
+    files that several hosts have, into a folder for each host. Without --get, prints the command to fetch them. Without
+    hosts and inventory, two ranks run on this machine, in the current folder. Exits with 1 if a rank fails.
 
     Installs the packages that the options name; otherwise those of the script's PEP 723 block, of pyproject.toml with
     uv.lock, or of requirements.txt; otherwise uses the hosts' own Python. [tool.skyfab] in pyproject.toml sets defaults

@@ -171,7 +171,7 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
             clean = os.path.normpath(match)
             outside = clean.startswith(b"/") or clean.split(b"/")[0] == b".."
             place = b"" if clean == b"." else os.path.basename(clean) if outside else clean
-            if not seen.isdisjoint(_and_above(clean)):
+            if not seen.isdisjoint(and_above(clean)) or not os.path.lexists(match):  # glob yields d/ for d/** unseen
                 continue
             seen.add(clean)
             yield from walk(match, place, skipped)
@@ -203,7 +203,7 @@ def _begins(path: Sequence[bytes], pattern: Sequence[bytes]) -> bool:
     return (path[0] == pattern[0] or fnmatchcase(path[0], pattern[0])) and _begins(path[1:], pattern[1:])
 
 
-def _and_above(path: bytes) -> list[bytes]:
+def and_above(path: bytes) -> list[bytes]:
     """The path and the folders that it is in."""
     words = path.split(b"/")
     return [b"/".join(words[:count]) for count in range(1, len(words) + 1)]

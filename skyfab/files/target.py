@@ -37,16 +37,22 @@ class Target:
     """A folder. The folder itself may be reached through links; below it none is followed."""
 
     def __init__(
-        self, folder: bytes, *, keep_newer: bool = False, expects: Callable[[bytes], bool] = lambda path: True
+        self,
+        folder: bytes,
+        *,
+        keep_newer: bool = False,
+        expects: Callable[[bytes], bool] = lambda path: True,
+        place_of: Callable[[Entry], bytes] = lambda entry: entry.path,
     ) -> None:
         """Makes the folder if it is not there. With `keep_newer`, files there that are newer stay. Raises OSError.
 
-        Only paths that it `expects` are written.
+        Only paths that it `expects` are written, each to the place that `place_of` says.
         """
         os.makedirs(folder, exist_ok=True)
         self.path = folder
         self._keep_newer = keep_newer
         self._expects = expects
+        self._place_of = place_of
         self._open = {b"": os.open(folder, _OPEN)}
         self._entries: list[Entry] = []
         self._seen: set[bytes] = set()
@@ -88,6 +94,7 @@ class Target:
             if not self._expects(entry.path):
                 raise ProtocolError(f"{shown(entry.path)} was not requested")
             self._seen.add(entry.path)
+            entry.path = self._place_of(entry)
             self._entries.append(entry)
             if entry.kind == FOLDER:
                 self._folder(entry.path)

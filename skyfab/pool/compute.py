@@ -452,7 +452,7 @@ class Compute(ShownAsTable):
     def download(self, path: AnyPath | Sequence[AnyPath], *, to: AnyPath = ".", on: str = "all") -> list[Report]:
         """Copies the files and folders of `path`, which may be patterns such as ``ckpt/*``, from hosts into `to`.
 
-        `on` is as in `upload`. From several hosts, copies into a folder named after each host.
+        `on` is as in `upload`. Files that several hosts have go into a folder named after each host.
         """
         paths = [path] if isinstance(path, (str, os.PathLike)) else path
         return self.files.download(paths, to, self._chosen(on), apart=on == "all" and len(self.hosts) > 1)

@@ -23,8 +23,8 @@ from skyfab.calls.pack import PackedCall, PackedFunction, pack_function
 from skyfab.calls.project import note_laid_out
 from skyfab.calls.results import unpack_result
 from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, SkyfabError, UsageError
-from skyfab.files.entries import Entry, name, walk
-from skyfab.files.source import Source, expected
+from skyfab.files.entries import FOLDER, LINK, MOST_ENTRIES, Entry, name, walk
+from skyfab.files.source import Source, and_above, expected
 from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Report, Side, Transfer, check
 from skyfab.host.ask.files import serve
@@ -121,36 +121,39 @@ class Files:
         return self._on_each(send, nodes)
 
     def download(self, paths: Sequence[AnyPath], to: AnyPath, nodes: Sequence[Node], *, apart: bool) -> list[Report]:
-        """Copies files and folders from hosts; with `apart`, each host's into a folder of its name.
+        """Copies files and folders from hosts; with `apart`, what several have into folders of the hosts' names.
 
         Raises UsageError if there is nothing to copy on any host.
         """
         folder = Path(to).expanduser().absolute()
         is_new = not folder.is_dir()
+        patterns = [os.fsencode(path) for path in paths]
+        is_lone = self._look_for_lone(patterns, nodes) if apart else lambda entry: True
         places: dict[str, str] = {}
 
         def fetch(node: Node, stopped: threading.Event) -> Report:
+            is_inner = apart
+
+            def place_of(entry: Entry) -> bytes:
+                nonlocal is_inner
+                is_inner &= not (lone := is_lone(entry))
+                return entry.path if lone else os.fsencode(node.name) + b"/" + entry.path
+
             with closing(Remote(node, self._spec_of(node, ""), stopped)) as remote:
-                patterns = [os.fsencode(path) for path in paths]
                 places[node.name] = check("send", remote.ask("send", patterns).result())
-                place = folder / node.name if apart else folder
-                target = Target(os.fsencode(place), expects=expected(patterns))
-                try:
+                with closing(Target(os.fsencode(folder), expects=expected(patterns), place_of=place_of)) as target:
                     transfer = self._transfer(node, "fetching files", remote, Here(target))
-                    transfer.report.folder = _typed(place)
                     transfer.run(functools.partial(_fits, target.room, ""))
-                finally:
-                    target.close()
+                transfer.report.folder = _typed(folder / node.name if is_inner else folder)
                 with suppress(SkyfabError):  # it is reported as written then
                     remote.ask("fetched", patterns).result()
-                if not transfer.report.entries and (apart or is_new):
-                    with suppress(OSError):  # it is not empty
-                        place.rmdir()
                 return transfer.report
 
         reports = self._on_each(fetch, nodes)
         empty = [report.host for report in reports if not report.entries]
         if len(empty) == len(nodes):
+            if is_new:
+                folder.rmdir()
             words = ", ".join(map(str, paths))
             is_relative = not words.startswith(("/", "~"))
             hint = f"looked in {places[empty[0]]}" if is_relative else None
@@ -158,6 +161,35 @@ class Files:
         for host in empty:
             self._events.emit(Notice(host=host, text=f"no file matches {', '.join(map(str, paths))}"))
         return reports
+
+    def _look_for_lone(self, patterns: Sequence[bytes], nodes: Sequence[Node]) -> Callable[[Entry], bool]:
+        """Says of an entry whether it is at its own place: one host alone has it, or something in that folder."""
+        hosts: dict[bytes, set[str]] = {}
+
+        def look(node: Node, stopped: threading.Event) -> Report:
+            with closing(Remote(node, self._spec_of(node, ""), stopped)) as remote:
+                remote.ask("send", patterns).result()
+                count = 0
+                while (rows := check("rows", remote.ask("rows").result())[0]) and count <= MOST_ENTRIES:
+                    count += len(rows)  # too many are an error when they are fetched
+                    for row in rows:
+                        hosts.setdefault(Entry.parse(row).path, set()).add(node.name)
+            return Report(node.name)
+
+        self._on_each(look, nodes)
+        names = {os.fsencode(node.name) for node in nodes}
+        lone: set[bytes] = set()
+        for path, owners in hosts.items():
+            if len(owners) == 1 and path.split(b"/")[0] not in names:
+                lone.update(and_above(path))
+
+        def is_lone(entry: Entry) -> bool:
+            target = os.path.normpath(b"%s/../%s" % (entry.path, entry.link))
+            if entry.kind == LINK and target in hosts and target not in lone:  # a link is beside its file
+                return False
+            return entry.path in lone and (entry.kind == FOLDER or len(hosts[entry.path]) == 1)
+
+        return is_lone
 
     # ---- one host
 

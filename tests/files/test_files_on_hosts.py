@@ -90,7 +90,9 @@ def test_what_is_there_is_not_sent_again(here: Path, open_pool: Callable[..., sk
     assert pool.hosts[0].session.moved[1] - received < 50_000
 
 
-def test_from_several_hosts_into_folders_of_their_names(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+def test_from_several_hosts_what_one_alone_has_keeps_its_place(
+    here: Path, open_pool: Callable[..., sky.Compute]
+) -> None:
     pool = open_pool("openssh", count=2)
     events: list[Event] = []
     pool.events.subscribe(events.append)
@@ -105,18 +107,65 @@ def test_from_several_hosts_into_folders_of_their_names(here: Path, open_pool: C
     sky.function(write)() @ pool
     pool.download("ckpt/*.pt", to="all")
     assert sorted(str(path.relative_to(here)) for path in here.rglob("*.pt")) == [
-        "all/node1/ckpt/0.pt",
-        "all/node2/ckpt/1.pt",
+        "all/ckpt/0.pt",
+        "all/ckpt/1.pt",
     ]
     pool.download("ckpt", to="one", on="node2")
     assert (here / "one" / "ckpt" / "1.pt").read_text() == "1"
     pool.download(["only", "ckpt"], to="some")
     pool.download("only", to="lone")
-    assert [path.name for path in (here / "lone").iterdir()] == ["node1"]
+    assert [path.name for path in (here / "lone").iterdir()] == ["only"]
     assert [event.host for event in events if isinstance(event, Notice)] == ["node2"]
     with pytest.raises(UsageError, match="no file matches missing"):
         pool.download("missing", to="none")
-    assert not (here / "none" / "node1").exists()
+    assert not (here / "none").exists()
+
+
+def test_from_several_hosts_what_both_have_goes_into_folders_of_their_names(
+    here: Path, open_pool: Callable[..., sky.Compute]
+) -> None:
+    pool = open_pool("openssh", count=2)
+
+    def write() -> None:
+        rank = sky.instance_info().rank
+        for path in (Path("d"), Path("node1"), Path("kinds") if rank else Path("d/both")):
+            path.mkdir(exist_ok=True)
+        Path("d/log").write_text(str(rank))
+        Path("d/latest").symlink_to("log")
+        Path(f"d/{rank}.pt").write_text(str(rank))
+        Path(f"node1/{rank}").write_text(str(rank))
+        Path("kinds/x" if rank else "kinds").write_text(str(rank))
+        if rank == 0:
+            Path("d/last").symlink_to("log")
+
+    sky.function(write)() @ pool
+    reports = pool.download(["d", "node1", "kinds"], to="all")
+    found = {str(path.relative_to(here / "all")): path.read_text() for path in here.rglob("*") if path.is_file()}
+    assert found == {
+        "d/0.pt": "0",
+        "d/1.pt": "1",
+        "node1/d/log": "0",
+        "node2/d/log": "1",
+        "node1/d/last": "0",
+        "node1/d/latest": "0",
+        "node2/d/latest": "1",
+        "node1/node1/0": "0",
+        "node2/node1/1": "1",
+        "node1/kinds": "0",
+        "kinds/x": "1",
+    }
+    assert (here / "all/d/both").is_dir()
+    assert [report.folder for report in reports] == ["all", "all"]
+    assert [report.folder for report in pool.download("d/log", to="apart")] == ["apart/node1", "apart/node2"]
+
+
+def test_a_pattern_below_a_folder_that_one_host_alone_has(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("openssh", count=2)
+    sky.function(os.makedirs)("deep/er") >> pool
+    (here / "x").write_text("x")
+    pool.upload("x", to="deep/er/x", on="node1")
+    pool.download("deep/**", to="back")
+    assert (here / "back/deep/er/x").read_text() == "x"
 
 
 def test_progress_is_told(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
@@ -314,7 +363,7 @@ def test_put_and_get(here: Path, listed: Path) -> None:
     skyfab(here, "exec", "node1", "--", "touch only", inventory=listed)
     done = skyfab(here, "get", "only", "--hosts=node1,node2", inventory=listed)
     (line,) = done.stdout.splitlines()
-    assert line.startswith("node1: 1 file, 0 bytes; fetched 1, 0 bytes into node1/, in ")
+    assert line.startswith("node1: 1 file, 0 bytes; fetched 1, 0 bytes into ./, in ")
     assert done.stderr == "node2: no file matches only\n"
     done = skyfab(here, "get", "nothing", "--hosts=node1", inventory=listed)
     assert done.returncode == 2
@@ -338,10 +387,10 @@ def test_run_sends_data_and_brings_results_back(here: Path, listed: Path, ends: 
     assert done.returncode == (0 if ends == "well" else 1), done.stderr
     assert "to fetch" not in done.stderr, "all that was written has been fetched"
     for rank in range(2):
-        assert (here / f"node{rank + 1}" / "ckpt" / f"{rank}.pt").read_text() == f"{ends}{rank}"
+        assert (here / "ckpt" / f"{rank}.pt").read_text() == f"{ends}{rank}"
         assert [path.name for path in (here / f"node{rank + 1}" / "data").iterdir()] == ["x.csv"]
     again = skyfab(here, "run", "--hosts=node1,node2", "--sync", "--get=node*", "train.py", inventory=listed)
-    assert "node1: 3 files" in again.stderr, "what was fetched is not sent back"
+    assert "node1: 5 files" in again.stderr, "folders of the hosts' names are not sent back"
     assert "no file matches node*" in again.stderr
 
 

@@ -310,7 +310,8 @@ def in_a_rank(source: str, *, rank: int = 1) -> str:
         "from skyfab import context\n"
         "from skyfab.protocol import codec\n"
         f"context.enter(context.InstanceInfo(rank={rank}, world_size=2))\n"
-        "fn, by_name, *_ = codec.loads(sys.stdin.buffer.read())\n"
+        "load = codec.loader(sys.stdin.buffer.read())\n"
+        "plugins, (fn, by_name, *_) = load(), load()\n"
         "(fn.fn if by_name else fn)()\n"
     )
     assert isinstance(payload, codec.Payload)

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "inventory": "errors _util",
     "providers": "errors _util inventory",
     "calls": "errors _util context protocol inventory files",
-    "plugins": "errors context protocol inventory calls",
+    "plugins": "errors context protocol inventory calls host",  # elastic ranks load functions as workers do
     "ui": "errors _util",
     "ssh": "errors _util protocol inventory ui",  # logins may ask the user
     "session": "errors _util protocol inventory ui ssh host",

@@ -49,8 +49,8 @@ class PackedCall:
     stall: float | None = None
 
 
-def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -> PackedFunction:
-    """The packed function, with the plugins that run around its calls. Raises NotPicklable."""
+def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = (), *, each: bool = True) -> PackedFunction:
+    """The function, and plugins to enter before it is unpickled there, and around `each` call. Raises NotPicklable."""
     fn = function.fn
     state = _state(fn)
     if state is not None:
@@ -60,7 +60,7 @@ def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = ()) -
     by_name = function.is_importable
     send_main_by_value()
     try:
-        payload = codec.dumps((function if by_name else fn, by_name, sources_of(function), plugins))
+        payload = codec.dumps(plugins, then=[(function if by_name else fn, by_name, sources_of(function), each)])
     except Exception as error:
         raise NotPicklable(f"{function.label} cannot be pickled: {error}", hint=_culprit(fn)) from error
     packed = PackedFunction(_digest(payload), payload)

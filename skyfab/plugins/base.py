@@ -69,7 +69,7 @@ class Plugin:
 
     @contextmanager
     def around_process(self, info: InstanceInfo) -> Iterator[None]:
-        """Runs in each worker on a host, which `info` describes, from before its first call until it exits."""
+        """Runs in each worker on a host, which `info` describes, from before the program is imported until it exits."""
         yield
 
     @contextmanager

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from skyfab import context
+from skyfab.host.agent.worker import load_function
 from skyfab.protocol import codec
 
 if TYPE_CHECKING:
@@ -41,7 +42,7 @@ EXIT_TIMEOUT: Final = 30.0
 def run_elastic_agent(
     elastic: Elastic, open_store: Callable[[InstanceInfo], Any], info: InstanceInfo, work: tuple[Any, ...]
 ) -> list[tuple[int, Any]]:
-    """Runs `work` (function, plugins, arguments, keywords) in this host's ranks, and restarts it as needed.
+    """Runs `work` (function with plugins, and arguments, both pickled) in this host's ranks; restarts it as needed.
 
     Returns the rank, in the last attempt, and the result of each. When no attempts are left, raises the exception of
     the first rank that failed.
@@ -59,7 +60,7 @@ def run_elastic_agent(
         role="skyfab",
         local_world_size=info.local_world_size,
         entrypoint=perform,
-        args=(_flat(work), info._asdict(), context.own_folder()),
+        args=(*work, info._asdict(), context.own_folder()),
         rdzv_handler=rendezvous,
         max_restarts=elastic.max_restarts,
         local_addr=info.peers[info.rank],
@@ -86,14 +87,22 @@ def _rendezvous(elastic: Elastic, store: Any, info: InstanceInfo, peers: _Peers)
         """Torch's rendezvous only detects hosts that join. This one also reports hosts that are lost."""
 
         attempt = info.attempt
+        reason = ""
 
         def next_rendezvous(self) -> Any:
+            if self.reason:
+                print(f"attempt {self.attempt - 1} ended: {self.reason}", file=sys.stderr)
+            self.reason = "a rank on this host failed"
             os.environ["SKYFAB_ATTEMPT"] = str(self.attempt)
             self.attempt += 1
             return super().next_rendezvous()
 
         def num_nodes_waiting(self) -> int:
-            return super().num_nodes_waiting() or peers.fallen_silent()
+            if waiting := super().num_nodes_waiting():
+                self.reason = "another host joins, or restarts its ranks"
+            elif waiting := peers.fallen_silent():
+                self.reason = f"{waiting} of {len(info.peers)} hosts sent no heartbeat for {SILENCE} s"
+            return int(waiting)
 
     return Rendezvous.from_backend(
         run_id=info.job_id,
@@ -194,7 +203,7 @@ class _Peers:
 # ---- in the ranks
 
 
-def perform(packed: bytes, place: dict[str, Any], folder: str) -> bytes:
+def perform(packed: Sequence[bytearray], arguments: Sequence[bytearray], place: dict[str, Any], folder: str) -> bytes:
     """The entry point of each rank: sets up `instance_info` and the plugins, and runs the function."""
     context.hold_folder(folder)
     os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["SKYFAB_ATTEMPT"]  # torch's own count differs between hosts
@@ -210,22 +219,23 @@ def perform(packed: bytes, place: dict[str, Any], folder: str) -> bytes:
     context.enter(info)
     context.offer_stacks(f"{info.job_id}.rank{info.local_rank}", info.rank)
     try:
-        function, plugins, args, kwargs = codec.loads(*pickle.loads(packed))
-        return _flat(_inside(plugins, info, lambda: context.awaited(function(*args, **kwargs))))
+        return _flat(_perform(info, packed, arguments))
     except Exception as error:
         print(f"rank {info.rank} failed, attempt {info.attempt}: {type(error).__name__}: {error}", file=sys.stderr)
         _leave(error)
         raise SystemExit(1) from None
 
 
-def _inside(plugins: Sequence[Plugin], info: InstanceInfo, function: Callable[[], Any]) -> Any:
+def _perform(info: InstanceInfo, packed: Sequence[bytearray], arguments: Sequence[bytearray]) -> Any:
+    load = codec.loader(packed[0], packed[1:])
+    plugins: Sequence[Plugin] = load()
     with ExitStack() as around:
         for plugin in plugins:
             around.enter_context(plugin.around_process(info))
-        for plugin in plugins:
-            around.enter_context(plugin.around_call(info))
         try:
-            return function()
+            function = load_function(load, plugins)
+            *args, kwargs = codec.loads(arguments[0], arguments[1:])
+            return function(*args, **(kwargs or {}))
         except Exception as error:
             _leave(error)  # before the plugins disconnect from the other ranks, which then fail too
             raise

@@ -6,7 +6,6 @@ the tensors themselves, and everything that was sent before it has been executed
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -46,7 +45,7 @@ _CONTINUES: Final = ("exit", "unpicklable")
 class DeviceLink:
     """The worker of a device, as the device's stream sees it."""
 
-    def __init__(self, node: Node, worker: str, spec: WorkerSpec, events: Events) -> None:
+    def __init__(self, node: Node, worker: str, spec: WorkerSpec, executor: PackedFunction, events: Events) -> None:
         self.name = node.name
         self.guard = SIGNAL_GUARD
         self.node = node
@@ -55,6 +54,7 @@ class DeviceLink:
         """The project's files that the worker imports, or those that the user was last warned about."""
         self._session = node.session
         self._spec = spec
+        self._executor = executor
         self._events = events
         self._generation = 0
 
@@ -70,7 +70,7 @@ class DeviceLink:
         self._events.emit(Notice(host=self.name, text=text))
 
     def send(self, payload: codec.Payload, batch: Batch) -> None:
-        self.call(PackedCall(function=_executor(), arguments=payload, label=""), batch)
+        self.call(PackedCall(function=self._executor, arguments=payload, label=""), batch)
 
     def call(self, call: PackedCall, caller: Caller) -> None:
         """Sends a call. Raises HostLost and WorkerDied."""
@@ -161,6 +161,7 @@ class Devices:
         self._events = events
         self._untrusted = untrusted
         self._caller = as_function(entry.call)
+        self._execute = as_function(entry.execute)
         self._opening: defaultdict[tuple[str, str], threading.Lock] = defaultdict(threading.Lock)
         self._lock = threading.Lock()
         self.streams: dict[tuple[str, str], DeviceStream] = {}
@@ -177,7 +178,8 @@ class Devices:
             if stream is None or stream.is_lost:
                 worker = f"device.{name.replace(':', '.')}"
                 spec = replace(self._spec_of(node, tree), pipelined=True)
-                link = DeviceLink(node, worker, spec, self._events)
+                executor = pack_function(self._execute, self._plugins, each=False)
+                link = DeviceLink(node, worker, spec, executor, self._events)
                 stream = self.streams[node.name, name] = devices.open_device(name, link)
             return stream
 
@@ -247,12 +249,6 @@ class Devices:
             if isinstance(error, DeviceError) or not isinstance(error, SkyfabError):
                 raise  # an error that is raised once must not wait in a future; the device's end is found again
         return started
-
-
-@functools.cache
-def _executor() -> PackedFunction:
-    """What workers of devices run."""
-    return pack_function(as_function(entry.execute))
 
 
 def _device_name(node: Node, kind: str) -> str:

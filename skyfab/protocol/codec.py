@@ -63,16 +63,18 @@ class Packed:
     memory: memoryview
 
 
-def dumps(value: Any, reference: Reference | None = None) -> Payload:
-    """Pickles `value`. The buffers are views of its memory: do not change it until they are sent.
+def dumps(value: Any, reference: Reference | None = None, *, then: Sequence[Any] = ()) -> Payload:
+    """Pickles `value`, `then` others for `loader`. The buffers are views of its memory: keep it until they are sent.
 
     An object for which `reference` returns a function and its arguments is unpickled as what that function returns.
     Raises whatever pickling raises.
     """
-    if type(value) in _ATOMS or (type(value) is tuple and _ATOMS.issuperset(map(type, value))):
+    if not then and (type(value) in _ATOMS or (type(value) is tuple and _ATOMS.issuperset(map(type, value)))):
         return Payload(pickle.dumps(value, protocol=5))  # faster, and cloudpickle is not needed for these types
     file, beside = io.BytesIO(), _Beside()
-    _Pickler(file, beside, reference).dump(value)
+    pickler = _Pickler(file, beside, reference)
+    for one in (value, *then):
+        pickler.dump(one)
     return Payload(file.getvalue(), beside.buffers, beside.refs or _NO_REFS)
 
 
@@ -82,9 +84,14 @@ def dumps_exception(error: Exception) -> Payload:
     return dumps(error)
 
 
-def loads(data: Buffer, buffers: Sequence[memoryview] = ()) -> Any:
+def loads(data: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
     """Unpickles an object. Its arrays and tensors use the memory of the given buffers."""
     return pickle.loads(data, buffers=buffers)
+
+
+def loader(data: Buffer, buffers: Sequence[Buffer] = ()) -> Callable[[], Any]:
+    """A function that returns, with each call, the next of the values that were pickled together."""
+    return pickle.Unpickler(io.BytesIO(data), buffers=buffers).load
 
 
 def pack(value: Any) -> memoryview:

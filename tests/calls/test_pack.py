@@ -32,9 +32,18 @@ def unpack(payload: codec.Payload) -> Any:
     return codec.loads(payload.data, [memoryview(bytearray(view)) for view in payload.buffers])
 
 
+def unpack_function(wanted: Function[..., Any], plugins: tuple[Any, ...] = ()) -> tuple[Any, ...]:
+    """What follows the plugins."""
+    payload = pack_function(wanted, plugins).payload
+    load = codec.loader(payload.data, [memoryview(bytearray(view)) for view in payload.buffers])
+    assert len(load()) == len(plugins)
+    found: tuple[Any, ...] = load()
+    return found
+
+
 def there(wanted: Function[..., Any], *args: Any) -> Any:
     """What the function returns on a host that has just been sent it."""
-    fn, by_name, *_ = unpack(pack_function(wanted).payload)
+    fn, by_name, *_ = unpack_function(wanted)
     return (fn.fn if by_name else fn)(*args)
 
 
@@ -99,7 +108,7 @@ def test_whatever_is_changed_the_host_gets_what_runs_here(changes: list[tuple[st
         else:
             fn.marker = value
         assert repr(there(wanted)) == repr(fn())
-        travelled, *_ = unpack(pack_function(wanted).payload)
+        travelled, *_ = unpack_function(wanted)
         assert repr(getattr(travelled, "marker", "absent")) == repr(getattr(fn, "marker", "absent"))
 
 
@@ -193,7 +202,7 @@ def importable() -> int:
 
 
 def test_a_function_that_a_host_can_import_travels_by_name() -> None:
-    fn, by_name, sources, _ = unpack(pack_function(importable).payload)
+    fn, by_name, sources, _ = unpack_function(importable)
     assert by_name
     assert fn is importable
     assert sources == {}

@@ -14,6 +14,7 @@ from stage.spot import Spot, until
 
 import skyfab as sky
 from skyfab.lab import Lab
+from skyfab.ui.events import Event, Output
 
 pytest.importorskip("torch", reason="torch is not installed")
 pytestmark = [pytest.mark.torch, pytest.mark.lab]
@@ -56,7 +57,11 @@ def epochs(folder: str, count: int) -> dict[str, Any]:
 def test_ranks_that_fail_are_started_again_and_what_fails_too_often_is_raised_as_itself() -> None:
     plugin = sky.plugins.torch(elastic=(1, 1), max_restarts=1)
     with sky.Compute("local", ranks=2, plugins=[plugin], ui="none") as pool:
+        seen: list[Event] = []
+        pool.events.subscribe(seen.append)
         assert stumble(1) @ pool == [(1, 2, 2.0)] * 2
+        ended = [one.text for one in seen if isinstance(one, Output) and "ended" in one.text]
+        assert ended == ["attempt 0 ended: a rank on this host failed"]
         with pytest.raises(sky.BroadcastError) as raised:
             stumble(5) @ pool
         first = raised.value.exceptions[0]

@@ -158,3 +158,68 @@ def test_a_process_whose_hooks_failed_is_not_used_again(tmp_path: Path) -> None:
         with pytest.raises(RuntimeError, match="not yet"):
             found() >> pool
         assert found() >> pool == "here"
+
+
+READS_AT_IMPORT = """
+import os
+if os.environ.get("IN_A_HOST") and os.environ.get("KERAS_BACKEND") != "numpy":
+    raise ModuleNotFoundError("No module named 'tensorflow'")
+FOUND = os.environ.get("OWN_VARIABLE")
+"""
+PROGRAM = """
+import os
+from contextlib import contextmanager
+import keras
+import skyfab as sky
+
+HEARD = []
+
+class Own(sky.plugins.Plugin):
+    @contextmanager
+    def around_process(self, info):
+        os.environ["OWN_VARIABLE"] = "set"
+        HEARD.append("entered")
+        yield
+
+class Answer:
+    def __reduce__(self):
+        return getattr, (keras, "FOUND")
+
+@sky.function
+def found(given=None):
+    return keras.FOUND, HEARD, given
+
+if __name__ == "__main__":
+    plugins = [sky.plugins.keras(backend="numpy"), Own()]
+    ELASTIC
+    with sky.Compute("local", plugins=plugins, env={"IN_A_HOST": "1"}, ui="none") as pool:
+        print(CALL)
+"""
+AT_TOP = {
+    "a call": ("", "found(Answer()) >> pool"),
+    "a gang": ("", "found(Answer()) @ pool"),
+    "an elastic gang": ("plugins.append(sky.plugins.torch(elastic=(1, 1)))", "found(Answer()) @ pool"),
+    "a device": ("import torch", "sky.run_on(pool.device('cpu'), found.fn)"),
+}
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "a call",
+        "a gang",
+        pytest.param("an elastic gang", marks=[pytest.mark.slow, pytest.mark.torch]),
+        pytest.param("a device", marks=[pytest.mark.slow, pytest.mark.torch]),
+    ],
+)
+def test_plugins_are_entered_before_the_programs_modules_are_imported(tmp_path: Path, kind: str) -> None:
+    """Keras, imported at the top of a program, reads its backend's name at once; arguments too."""
+    more, call = AT_TOP[kind]
+    (tmp_path / "keras.py").write_text(READS_AT_IMPORT)
+    (tmp_path / "program.py").write_text(PROGRAM.replace("ELASTIC", more).replace("CALL", call))
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=False
+    )
+    # A device's function comes in a message of its own: it shares no globals with the plugins.
+    result = ("set", [], None) if kind == "a device" else ("set", ["entered"], "set")
+    assert done.stdout.strip() == str([result] if "gang" in kind else result), done.stderr

@@ -120,6 +120,8 @@ class Worker:
         """Cleanup of the plugins, for a regular exit of this process."""
         self._entered = self._spoiled = False
         """`_entered`: the plugins are set up. `_spoiled`: something failed, and the process must not be used again."""
+        self._elastic: Any = None
+        """The plugin whose ranks run the functions, which are unpickled there only."""
         self._poisoned = False
         """CUDA is unusable: the plugins' cleanup would fail or hang."""
         self.unfit: Exception | None = None
@@ -193,6 +195,10 @@ class Worker:
                 named = any(isinstance(part, list) for part in call.parts)
                 again = functools.partial(self._again, call.parts, tuple(buffers)) if named else None
                 function = functools.partial(self._each, function, again)
+            elif self._elastic is not None:
+                work = function, [*map(bytearray, buffers)]
+                function = functools.partial(self._elastic.run_elastic_agent, context.instance_info(), work)
+                buffers = [memoryview(codec.dumps((None,)).data)]
             self._perform(stream, function, buffers)
 
     def _again(self, parts: Sequence[messages.Part], buffers: Sequence[memoryview]) -> Any:
@@ -259,25 +265,22 @@ class Worker:
             if self.unfit is not None:
                 self._spoil()
                 raise self.unfit
-            function, wrapped, sources, plugins = codec.loads(found[0], found[1:])
-            function = function.fn if wrapped else function
-            if plugins:
-                function = self._surround(function, plugins)
+            load = codec.loader(found[0], found[1:])
+            plugins = load()
+            if "RANK" in os.environ:
+                self._elastic = next((plugin for plugin in plugins if plugin.elastic), None)
+            if self._elastic is not None:
+                function = tuple(map(bytearray, found))
+            else:
+                self._enter(plugins)  # first: unpickling the function imports the user's modules
+                function = load_function(load, plugins)
             context.close_listener()  # from now on the function can listen on that port
-            show_lines(sources)
             found = self._functions[digest] = function
         return found
 
-    def _surround(self, function: Any, plugins: tuple[Any, ...]) -> Any:
-        """Enters the pool's plugins: once for the rest of this process, and around each call of the function."""
-        elastic_plugin = next((plugin for plugin in plugins if plugin.elastic), None)
-        if (
-            elastic_plugin is not None and "RANK" in os.environ
-        ):  # the function and the plugins run in the processes that the elastic agent starts
-            return lambda *args, **kwargs: elastic_plugin.run_elastic_agent(
-                context.instance_info(), (function, plugins, args, kwargs)
-            )
-        if not self._entered:
+    def _enter(self, plugins: tuple[Any, ...]) -> None:
+        """Enters the pool's plugins, once for the rest of this process."""
+        if plugins and not self._entered:
             try:
                 for plugin in plugins:
                     self._hooks.enter_context(plugin.around_process(context.instance_info()))
@@ -285,14 +288,6 @@ class Worker:
                 self._spoil()
                 raise
             self._entered = True
-
-        def inside(*args: Any, **kwargs: Any) -> Any:
-            with contextlib.ExitStack() as around:
-                for plugin in plugins:
-                    around.enter_context(plugin.around_call(context.instance_info()))
-                return context.awaited(function(*args, **kwargs))
-
-        return inside
 
     def _spoil(self) -> None:
         """Makes this process exit after its next reply, and announces that to the agent with BYE."""
@@ -374,6 +369,23 @@ class Worker:
                 sent -= len(pending.pop(0))
             if pending:
                 pending[0] = memoryview(pending[0])[sent:]
+
+
+def load_function(load: Callable[[], Any], plugins: Sequence[Any]) -> Any:
+    """The function that follows the plugins in its pickle, with the plugins around each call, if it wants that."""
+    function, wrapped, sources, each = load()
+    show_lines(sources)
+    function = function.fn if wrapped else function
+    if not plugins or not each:
+        return function
+
+    def inside(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.ExitStack() as around:
+            for plugin in plugins:
+                around.enter_context(plugin.around_call(context.instance_info()))
+            return context.awaited(function(*args, **kwargs))
+
+    return inside
 
 
 def show_lines(sources: Mapping[str, str]) -> None:

@@ -35,11 +35,12 @@ class Hints:
         >>> HINTS.image("pip"), HINTS.image("pip", "numpy"), HINTS.image("python", "3.11")
         ('Image(pip=…)', "Image(pip=['numpy'])", "Image(python='3.11')")
         >>> with HINTS.of_command(None):
-        ...     HINTS.image("pip"), HINTS.image("includes", "data.csv"), HINTS.index("URL", ["a", "…"])
-        ('--pip=…', '--sync', '--index=URL=a,…')
+        ...     HINTS.image("pip"), HINTS.image("pip", "a<2"), HINTS.image("includes"), HINTS.index("URL", ["a", "…"])
+        ('--pip=…', "--with='a<2'", '--sync', '--index=URL=a,…')
         """
         if self._is_command:
-            return "--sync" if name == "includes" else f"--{name}={value or '…'}"
+            option = "with" if name == "pip" and value else name  # --pip would replace what the project needs
+            return "--sync" if name == "includes" else f"--{option}={shlex.quote(value) if value else '…'}"
         shown = [value] if name in ("pip", "includes") else value
         return f"Image({name}={shown!r})" if value else f"Image({name}=…)"
 

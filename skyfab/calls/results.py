@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -28,6 +29,12 @@ from skyfab.protocol.messages import Message
 
 _LONGEST: Final = 1000
 """Longest path, in characters, that is looked up."""
+_PACKAGES: Final = """
+    Crypto=pycryptodome OpenSSL=pyopenssl PIL=pillow attr=attrs bs4=beautifulsoup4 cv2=opencv-python zmq=pyzmq
+    dateutil=python-dateutil dotenv=python-dotenv faiss=faiss-cpu fitz=pymupdf git=gitpython hydra=hydra-core jwt=pyjwt
+    mpl_toolkits=matplotlib pkg_resources=setuptools<82 skimage=scikit-image sklearn=scikit-learn yaml=pyyaml
+"""
+"""Modules, and the packages that they belong to."""
 
 
 def unpack_result(
@@ -149,21 +156,24 @@ def _note(error: BaseException, host: str) -> str | None:
         package, own = HINTS.image("pip", _package(error.name)), HINTS.image("includes")
         return f"hint: on {host}: {package} installs it, {own} sends a module of your own"
     if isinstance(error, FileNotFoundError) and (here := _found_here(error.filename, host)):
-        included = HINTS.image("includes", os.path.relpath(here))
-        return f"hint: {here} exists on this machine, not on {host}: {included} sends it along"
+        included = HINTS.image("includes", name := os.path.relpath(here))
+        ignored = f"; if .gitignore excludes it, --sync=all or skyfab put {shlex.quote(name)}"
+        sends = f"{included} sends it along{ignored if included == '--sync' else ''}"
+        return f"hint: {here} exists on this machine, not on {host}: {sends}"
     if type(error) is EOFError and str(error) == "EOF when reading a line":
         return f"hint: processes on {host} have no keyboard input: pass the value as an argument"
     return None
 
 
 def _package(module: object) -> str:
-    """The package that a module belongs to, if this machine knows it."""
+    """The package that a module belongs to: a well-known one, or the one that is installed here."""
     if not isinstance(module, str) or not re.fullmatch(r"[A-Za-z_][\w.]{0,100}", module, re.ASCII):  # from the host
-        return "…"
+        return ""
     from importlib.metadata import packages_distributions
 
     top = module.partition(".")[0]
-    return min(packages_distributions().get(top, [top]))
+    known = re.search(rf"\s{top}=(\S+)", _PACKAGES)
+    return known[1] if known else min(packages_distributions().get(top, [top]))
 
 
 def _found_here(name: object, host: str) -> Path | None:

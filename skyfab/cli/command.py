@@ -119,8 +119,8 @@ class Parameter:
 
     @property
     def flags(self) -> list[str]:
-        """The option as it is typed; the long name is the last."""
-        names = [*self.option.short, self.name.strip("_").replace("_", "-")]
+        """The option as it is typed; the long name is the last. A flag ``sync__all`` is ``--sync=all``."""
+        names = [*self.option.short, self.name.strip("_").replace("__", "=").replace("_", "-")]
         return [f"-{name}" if len(name) == 1 else f"--{name}" for name in names]
 
     def read(self, text: str) -> str | int:

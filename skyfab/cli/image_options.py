@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,7 +14,8 @@ from skyfab.errors import UsageError
 if TYPE_CHECKING:
     from skyfab.calls.image import Image, PipIndex
 
-Pip = Annotated[Sequence[str], Option("packages to install, as for pip: numpy,torch>=2.6; repeatable", "PACKAGES")]
+Pip = Annotated[Sequence[str], Option("packages instead of the project's: numpy,torch>=2.6; repeatable", "PACKAGES")]
+With = Annotated[Sequence[str], Option("packages to add to those of the project or script; repeatable", "PACKAGES")]
 Index = Annotated[Sequence[str], Option("an index for these packages only; repeatable", "URL=PACKAGES")]
 Requirements = Annotated[str | None, Option("install the packages of a requirements file", "FILE")]
 Apt = Annotated[Sequence[str], Option("Debian packages to install; repeatable", "PACKAGES")]
@@ -33,6 +34,7 @@ class ImageOptions:
     """The values of these options."""
 
     pip: Sequence[str] = ()
+    with_: Sequence[str] = ()
     index: Sequence[str] = ()
     requirements: str | None = None
     apt: Sequence[str] = ()
@@ -45,8 +47,15 @@ class ImageOptions:
         """Whether they say what is to be installed, or that nothing is."""
         return bool(self.pip or self.requirements or self.apt or self.lock or self.python != "auto")
 
+    def added_to(self, image: Image) -> Image:
+        """The image with the packages of ``--with``. Raises UsageError."""
+        more = [one for text in self.with_ for one in _requirements(text)]
+        if more and image.is_exact:
+            raise UsageError(f"--with={more[0]} adds nothing to {image.lock}, which is used as it is")
+        return replace(image, pip=(*image.pip, *more))
+
     def image(self) -> Image:
-        """Raises UsageError."""
+        """The image without the packages of ``--with``. Raises UsageError."""
         from skyfab.calls.image import Image
         from skyfab.calls.manifest import listed
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import InventoryFile, Json, NamedHosts, Option, command
-from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
+from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements, With
 from skyfab.cli.report import print_json
 from skyfab.errors import PoolError, SkyfabError, UsageError
 
@@ -26,6 +26,7 @@ def prepare(
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
     pip: Pip = (),
+    with_: With = (),
     index: Index = (),
     requirements: Requirements = None,
     apt: Apt = (),
@@ -39,19 +40,28 @@ def prepare(
 ) -> None:
     """Build an environment in advance, on all hosts in parallel.
 
-    Programs with the same Image(pip=…, pip_indexes=…, apt=…) find it ready.
+    Programs with the same Image(pip=…, pip_indexes=…, apt=…) find it ready. With --with, the packages of the project in
+    the current folder are included, as in skyfab run --with.
 
         skyfab prepare --pip=numpy,torch
         skyfab prepare --hosts=gpu --requirements=requirements.txt --lock=pylock.toml
         skyfab prepare --pip=torch --index=https://download.pytorch.org/whl/cu126=torch
     """
     from skyfab.cli.host_selection import selected
+    from skyfab.cli.project_settings import ProjectSettings
+    from skyfab.cli.run_environment import image_of
 
-    options = ImageOptions(pip=pip, index=index, requirements=requirements, apt=apt, install=install, python=python)
-    image = replace(options.image(), excludes=("*",))  # nothing of the caller's project is needed
-    if lock is not None and not image.pip:
+    options = ImageOptions(
+        pip=pip, with_=with_, index=index, requirements=requirements, apt=apt, install=install, python=python
+    )
+    image = options.image()
+    if lock is not None and not image.pip and not with_:
         raise UsageError("--lock needs packages", hint="name some: --pip=numpy")
     found, chosen = selected(hosts, inventory, quiet=json_)
+    if with_:
+        script = Path.cwd() / "main.py"  # need not be there: its folder counts
+        image = image_of(script, options, ProjectSettings.of(script), chosen, no_project=False)
+    image = replace(image, excludes=("*",))  # no file of the caller's project is needed
     if upgrade:
         _look_for_newer(image, chosen, found)
     _build(image, chosen, found, as_json=json_)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 from skyfab._util.hints import HINTS
 from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Nodes, Option, Ranks, Where, Workdir, command
-from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements
+from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements, With
 from skyfab.errors import BroadcastError, SkyfabError, UsageError
 
 if TYPE_CHECKING:
@@ -35,10 +35,12 @@ def run(
     sync: Annotated[
         bool, Option("first copy the script's folder to the hosts, with data, except what .gitignore excludes")
     ] = False,
+    sync__all: Annotated[bool, Option("the same, with what .gitignore excludes")] = False,
     get: Annotated[Sequence[str], Option("fetch these files when the run has ended; repeatable", "PATTERN")] = (),
     detach: Detach = False,
     name: Annotated[str | None, Option("a name for the detached run", "NAME")] = None,
     pip: Pip = (),
+    with_: With = (),
     index: Index = (),
     requirements: Requirements = None,
     apt: Apt = (),
@@ -65,8 +67,8 @@ def run(
     hosts and inventory, two ranks run on this machine, in the current folder. Exits with 1 if a rank fails.
 
     Installs the packages that the options name; otherwise those of the script's PEP 723 block, of pyproject.toml with
-    uv.lock, or of requirements.txt; otherwise uses the hosts' own Python. [tool.skyfab] in pyproject.toml sets defaults
-    for the options. At a terminal, Ctrl-C asks whether to stop or detach the run.
+    uv.lock, or of requirements.txt; otherwise uses the hosts' own Python. --with adds to any of them. [tool.skyfab] in
+    pyproject.toml sets defaults for the options. At a terminal, Ctrl-C asks whether to stop or detach the run.
 
         skyfab run --hosts=node1,node2 train.py --epochs 3
         skyfab run --hosts=node1 --sync --get='ckpt/*' train.py
@@ -99,7 +101,7 @@ def run(
     if hosts is None and found.source is None:
         ranks = ranks or 2
     options = ImageOptions(
-        pip=pip, index=index, requirements=requirements, apt=apt, install=install, python=python, lock=lock
+        pip=pip, with_=with_, index=index, requirements=requirements, apt=apt, install=install, python=python, lock=lock
     )
     image = replace(image_of(script, options, settings, chosen, no_project=no_project), program=str(script))
     with Compute(
@@ -116,8 +118,8 @@ def run(
         started = as_function(perform)
         started.label = target
         folder = None
-        if sync:
-            folder, reports = compute.files.lay_out(script.parent, compute.hosts)
+        if sync or sync__all:
+            folder, reports = compute.files.lay_out(script.parent, compute.hosts, ignored=sync__all)
             for report in reports:
                 print(report, file=sys.stderr)
         call = started(script.name, function, list(arguments), folder)

@@ -25,22 +25,24 @@ def image_of(
 ) -> Image:
     """The image for a script on these hosts; says in a line where it comes from. Raises UsageError."""
     image, source = given.image(), "the command line"
-    if not given.name_packages and (found := _found(script, settings, hosts, no_project=no_project)):
+    if not given.name_packages and (found := _found(script, given, settings, hosts, no_project=no_project)):
         source, described = found
         extra = {index for index in image.pip_indexes if index not in described.pip_indexes}
         install = image.install if given.install != "auto" else described.install
         image = replace(described, pip_indexes=(*extra, *described.pip_indexes), install=install)
+        source += " and --with" if given.with_ else ""
+    image = given.added_to(image)
     if image.pip or image.lock or image.apt or image.python != "auto":
         print(f"environment: {_described(image)}, from {source}", file=sys.stderr)
     return replace(image, setup=settings.setup)
 
 
 def _found(
-    script: Path, settings: ProjectSettings, hosts: Sequence[Host], *, no_project: bool
+    script: Path, given: ImageOptions, settings: ProjectSettings, hosts: Sequence[Host], *, no_project: bool
 ) -> tuple[str, Image] | None:
     """The image that the script or its project describes, and for the user, where."""
-    # This machine, and interpreters that the inventory names, have what the project needs.
-    are_ready = all(host.transport == "local" or host.python.startswith("/") for host in hosts)
+    # This machine, and interpreters that the inventory names, have what the project needs, but not what is added.
+    are_ready = not given.with_ and all(host.transport == "local" or host.python.startswith("/") for host in hosts)
     in_settings = settings.image.name_packages
     manifest = None if no_project else find(script, script_only=in_settings or are_ready)
     if manifest is not None:

@@ -22,6 +22,7 @@ from skyfab.calls.image import Image
 from skyfab.env import probe
 from skyfab.env.facts import Facts, Target
 from skyfab.env.lock import Lock
+from skyfab.env.sdists import is_built
 from skyfab.env.tools import python_for, uv_for
 from skyfab.env.uv import is_public, origin, reason, redact
 from skyfab.env.wheels import Wheel, fetch
@@ -52,6 +53,9 @@ class Report(Protocol):
 
     def moved(self, what: str, done: int, total: int) -> None:
         """`done` of `total` bytes have been transferred: ``pushing`` 61 of 155 MB."""
+
+    def note(self, text: str) -> None:
+        """Something that the user should know afterwards too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,6 +161,8 @@ class Installation:
 
     def build(self, digest: str) -> None:
         """Builds the environment, unless another process was faster. Raises ScriptFailed with uv's output."""
+        if built := [f"{wheel.package} {wheel.version}" for wheel in self.lock.wheels if is_built(wheel)]:
+            self.report.note(f"built from source on this machine: {', '.join(built)}")
         pushed, python_there = self._pushed()
         text = self.lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}" if wheel in pushed else None)
         listed = Package.of_text("pylock.toml", text)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from skyfab._util.sizes import readable
 from skyfab.calls.call import as_function
-from skyfab.calls.gitignore import as_git
+from skyfab.calls.gitignore import as_git, is_kept
 from skyfab.calls.pack import PackedCall, PackedFunction, pack_function
 from skyfab.calls.project import note_laid_out
 from skyfab.calls.results import unpack_result
@@ -73,15 +73,15 @@ class Files:
         place = os.fsencode(to if to is not None else _place(top, elsewhere=top.name))
         return self._send(found, skipped, place, base, is_file, nodes)
 
-    def lay_out(self, folder: Path, nodes: Sequence[Node]) -> tuple[str, list[Report]]:
-        """Copies what .gitignore allows of a folder into the working folder on hosts, to the same place as here.
+    def lay_out(self, folder: Path, nodes: Sequence[Node], *, ignored: bool = False) -> tuple[str, list[Report]]:
+        """Copies what .gitignore allows of a folder, or all of it (`ignored`), to the same place in working folders.
 
         Returns that place, relative to the working folder, beside the reports.
         Files that are newer there stay, and what was fetched from these hosts into folders of their names is left out.
         """
         skipped: list[Skip] = []
         fetched = {os.fsencode(node.name) for node in nodes}
-        allowed = as_git(folder)
+        allowed = is_kept if ignored else as_git(folder)
         found = list(
             walk(
                 os.fsencode(folder),

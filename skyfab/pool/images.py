@@ -17,7 +17,7 @@ from skyfab.plugins.base import Plugin, check_together
 from skyfab.session.ask import Prepare
 from skyfab.session.bootstrap import local_python
 from skyfab.session.shell import Shell
-from skyfab.ui.events import Events, HostState, Moved
+from skyfab.ui.events import Events, HostState, Moved, Notice
 
 if TYPE_CHECKING:
     from skyfab.env.install import Report
@@ -103,6 +103,9 @@ class Progress:
 
     def moved(self, what: str, done: int, total: int) -> None:
         self._events.emit(Moved(host=self._host, what=what, done=done, total=total))
+
+    def note(self, text: str) -> None:
+        self._events.emit(Notice(host=self._host, text=text))
 
 
 def install_python(events: Events) -> Prepare:

@@ -956,3 +956,26 @@ def test_shard_deals_out_by_rank(pool: sky.Compute) -> None:
     assert sky.function(lambda: sky.shard([1, 2, 3]))() >> pool == [1, 2, 3]
     first, second = sky.function(lambda: sky.shard(list(range(100)), shuffle=True, seed=1))() @ pool
     assert sorted(first + second) == list(range(100))
+
+
+@sky.function
+def misses(module: str) -> None:
+    raise ModuleNotFoundError(f"No module named {module!r}", name=module)
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="exceptions have notes from Python 3.11 on")
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [
+        ("cv2", "opencv-python"),
+        ("yaml.nodes", "pyyaml"),
+        ("hydra", "hydra-core"),
+        ("pkg_resources", "setuptools<82"),
+        ("no_such", "no_such"),
+    ],
+)
+def test_the_hint_for_a_missing_module_names_the_package(pool: sky.Compute, module: str, package: str) -> None:
+    with pytest.raises(ModuleNotFoundError) as caught:
+        misses(module) >> pool
+    (note,) = caught.value.__notes__  # type: ignore[attr-defined]
+    assert f"Image(pip=['{package}']) installs it" in note.replace("PyYAML", "pyyaml")

@@ -68,6 +68,15 @@ def test_packages_of_options(run: Run) -> None:
     assert "environment: shelf, from the command line\n" in ran.stderr
 
 
+def test_a_line_names_what_was_built_from_source(run: Run, app: Path, index: Index) -> None:
+    index.add("lamp", "1.0", requires=["stone"])
+    index.add_source("stone", "2.0")
+    write(app / "train.py", "import lamp, stone\n")
+    ran = run("--pip=lamp", "train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert "node1: built from source on this machine: stone 2.0\n" in ran.stderr
+
+
 def test_packages_of_a_script(run: Run, app: Path) -> None:
     pyproject(app, "nothing-like-it")
     write(app / "train.py", BLOCK + SCRIPT)
@@ -139,12 +148,30 @@ def test_without_packages_the_hosts_own_python_is_used(run: Run, app: Path) -> N
     assert ran.returncode == 0, ran.stderr
 
 
-def test_a_missing_module_names_the_option_that_installs_it(run: Run, app: Path) -> None:
-    write(app / "train.py", "import shelf.inner\n")
+def test_a_missing_module_names_the_option_that_adds_it(run: Run, app: Path, index: Index) -> None:
+    """The packages of the project stay."""
+    index.add("lamp", "1.0")
+    pyproject(app, "shelf")
+    write(app / "train.py", f"{SCRIPT}import lamp.inner\n")
     ran = run("--ranks=1", "train.py")
     assert ran.returncode == 1
-    assert "on node1: --pip=shelf installs it" in ran.stderr
+    assert "on node1: --with=lamp installs it" in ran.stderr
     assert "Image(" not in ran.stderr
+    write(app / "train.py", f"{SCRIPT}import lamp\nprint(lamp.version)\n")
+    ran = run("--ranks=1", "--with=lamp", "train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 None\nnode1[0] 1.0\n", ran.stderr
+    assert "environment: shelf, lamp, from pyproject.toml and --with\n" in ran.stderr
+
+
+def test_prepare_with_builds_what_run_with_uses(run: Run, app: Path, index: Index) -> None:
+    index.add("lamp", "1.0")
+    pyproject(app, "shelf")
+    write(app / "train.py", "import lamp, shelf\n")
+    made = skyfab(app, "prepare", "--with=lamp", inventory=app.parent / "inventory.toml", timeout=170)
+    assert made.returncode == 0, made.stderr
+    index.close()
+    ran = run("--with=lamp", "train.py")
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_project_on_this_machine_uses_this_python(app: Path) -> None:
@@ -208,6 +235,18 @@ def test_options_that_name_no_packages_change_what_is_found(app: Path) -> None:
     image = chosen(app, ImageOptions(install="push", index=["https://i.example=shelf"]))
     assert (image.pip, image.install) == (("shelf",), "push")
     assert image.pip_indexes == (sky.PipIndex("https://i.example", ("shelf",)),)
+
+
+def test_with_adds_to_what_is_found(app: Path, tmp_path: Path) -> None:
+    more = ImageOptions(with_=["lamp>=1,<2,desk"])
+    assert chosen(app, more).pip == ("lamp>=1,<2", "desk")
+    pyproject(app, "shelf")
+    assert chosen(app, more).pip == ("shelf", "lamp>=1,<2", "desk")
+    local = sky.Host(name="local", transport="local")
+    assert chosen(app, more, hosts=(local,)).pip == ("shelf", "lamp>=1,<2", "desk"), "as uv run --with"
+    assert chosen(app, ImageOptions(pip=["book"], with_=["desk"])).pip == ("book", "desk")
+    with pytest.raises(sky.UsageError, match=r"--with=desk adds nothing to pylock\.toml"):
+        chosen(app, ImageOptions(lock="pylock.toml", with_=["desk"]))
 
 
 def test_hosts_whose_python_is_chosen_are_used_as_they_are(app: Path) -> None:

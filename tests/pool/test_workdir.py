@@ -432,6 +432,18 @@ def test_so_is_one_that_lies_beside_its_module_here(folder: Path, remote: list[s
     assert ran.stdout == "node1[0] 1\n", ran.stderr
 
 
+def test_of_one_that_gitignore_excludes_the_hint_says_so(folder: Path, remote: list[sky.Host], tmp_path: Path) -> None:
+    write("sub/t.bin", "1")
+    write("sub/.gitignore", "*.bin\n")
+    write("sub/reads.py", "import pathlib\nprint((pathlib.Path(__file__).parent / 't.bin').read_text())\n")
+    place = inventory(tmp_path / "i.toml", remote[:1])
+    ran = skyfab(folder, "run", "--hosts=node1", "--sync", "sub/reads.py", inventory=place)
+    assert ran.returncode == 1
+    assert "if .gitignore excludes it, --sync=all or skyfab put sub/t.bin\n" in ran.stderr
+    ran = skyfab(folder, "run", "--hosts=node1", "--sync=all", "sub/reads.py", inventory=place)
+    assert ran.stdout == "node1[0] 1\n", ran.stderr
+
+
 def test_a_script_that_was_laid_out_fails_with_the_path_that_it_has_here(
     folder: Path, remote: list[sky.Host], tmp_path: Path
 ) -> None:

@@ -72,6 +72,12 @@ _HOMES = {
     "providers.vagrant": ("Vagrant",),
 }
 _MODULES = ("device", "lab", "plugins")
+_OF_SKYWARD = {
+    **dict.fromkeys(("AWS", "GCP", "RunPod", "VastAI", "Verda"), "name your own machines: Compute(hosts=…)"),
+    "Options": "its fields are arguments of Compute",
+    "Volume": "use a path on the hosts, and compute.upload(…)",
+    "Worker": "Compute(slots=N)",
+}
 _HOME = {name: module for module, names in _HOMES.items() for name in names}
 
 __all__ = [*sorted(_HOME)]  # noqa: PLE0604  # made from the table above, and pinned by a test
@@ -85,7 +91,8 @@ def __getattr__(name: str) -> Any:
         return value
     if name in _MODULES:
         return importlib.import_module(f"skyfab.{name}")
-    raise AttributeError(f"module 'skyfab' has no attribute {name!r}")
+    hint = f" (hint: {_OF_SKYWARD[name]})" if name in _OF_SKYWARD else ""
+    raise AttributeError(f"module 'skyfab' has no attribute {name!r}{hint}")
 
 
 def __dir__() -> list[str]:

@@ -26,6 +26,8 @@ PRINTED = {
     "coming_from/skyward.md": "node1 2 nodes\n10\nnode1[0] 2 nodes\n10\n",
     "coming_from/tmux_rsync.md": "[[1.0, 0.5, 0.25]]\n",
     "coming_from/torchrun.md": "[6.0, 6.0]\n",
+    "sweeps.md": "best (0.00625, {'lr': 0.1, 'width': 16})\n"
+    "2 failed: [{'lr': 5.0, 'width': 8}, {'lr': 5.0, 'width': 16}]\n4 arrived\n",
 }
 """What the programs of pages print whose comments say so."""
 

@@ -346,3 +346,17 @@ def test_other_unknown_parameters_are_a_type_error() -> None:
     with pytest.raises(TypeError, match="hots"):
         skyfab.Compute(hots="local")  # type: ignore[call-arg]
     assert "hosts" in inspect.signature(skyfab.Compute).parameters
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("AWS", "hosts="), ("Worker", "slots=N"), ("Options", "arguments of Compute"), ("Volume", "upload")],
+)
+def test_names_of_skyward_have_a_hint(name: str, hint: str) -> None:
+    with pytest.raises(AttributeError, match=rf"no attribute '{name}' \(hint: .*{hint}"):
+        getattr(skyfab, name)
+    with pytest.raises(AttributeError, match=r"no attribute 'Nothing'$"):
+        _ = skyfab.Nothing  # type: ignore[attr-defined]
+    with pytest.raises(errors.UsageError, match="no option worker=") as caught:
+        skyfab.Compute("local", worker=2)  # type: ignore[call-arg]
+    assert "slots=N" in str(caught.value.hint)

@@ -75,6 +75,8 @@ def _pool(hosts: str | None, inventory: str | None) -> Iterator[Compute]:
     found, chosen = selected(hosts, inventory)
     try:
         with Compute(chosen, inventory=found, image=Image(excludes=("*",))) as compute:
+            for node in compute.hosts:
+                node.owner = ""  # it is the project's folder also while a run uses that
             yield compute
     except OSError as error:
         if isinstance(error, SkyfabError):

@@ -59,6 +59,8 @@ class Detacher:
         self._start(go, tree)
 
     def _start(self, go: Callable[[], None], tree: Tree | None) -> None:
+        for node in self._nodes:
+            node.owner += f".{self.id}"
         open_all(self._nodes, Events(), failed=lambda node: None)
         try:
             for node in self._nodes:
@@ -103,4 +105,4 @@ class Detacher:
                 "python": node.agent.executable,
                 **more,
             }
-            node.session.ask(messages.Detach(run=self.id, about=about))
+            node.session.ask(messages.Detach(run=self.id, about=about, owner=node.owner))

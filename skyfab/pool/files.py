@@ -107,7 +107,7 @@ class Files:
     ) -> list[Report]:
         def send(node: Node, stopped: threading.Event) -> Report:
             own = list(skipped) if len(nodes) > 1 else skipped  # `found` may still add to it
-            with closing(Remote(node, self._spec_of(node, ""), stopped)) as remote:
+            with closing(Remote(node, self._spec_of(node, ""), stopped, claims=True)) as remote:
                 keep_newer = laid_out is not None
                 there, called, room = check("receive", remote.ask("receive", place, base, is_file, keep_newer).result())
                 if laid_out is not None:
@@ -153,7 +153,8 @@ class Files:
         empty = [report.host for report in reports if not report.entries]
         if len(empty) == len(nodes):
             if is_new:
-                folder.rmdir()
+                with suppress(OSError):  # it is not empty
+                    folder.rmdir()
             words = ", ".join(map(str, paths))
             is_relative = not words.startswith(("/", "~"))
             hint = f"looked in {places[empty[0]]}" if is_relative else None
@@ -239,11 +240,11 @@ class Files:
 class Remote:
     """The source or target on a host: a worker of its own, which is asked with calls."""
 
-    def __init__(self, node: Node, spec: WorkerSpec, stopped: threading.Event) -> None:
+    def __init__(self, node: Node, spec: WorkerSpec, stopped: threading.Event, *, claims: bool = False) -> None:
         self._node = node
         self._session = node.session
         self._worker = f"files.{next(_workers)}"
-        self._spec = replace(spec, pipelined=True, reported=False, plain=True)
+        self._spec = replace(spec, pipelined=True, reported=False, plain=True, claims=claims)
         self._stopped = stopped
 
     def ask(self, request: str, *arguments: Any) -> Answer:

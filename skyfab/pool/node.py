@@ -59,6 +59,8 @@ class WorkerSpec:
     """Whether the files that it has written are reported to the user."""
     plain: bool = False
     """Whether it encodes results as plain data."""
+    claims: bool = True
+    """Whether it works in the project's folder, and not only looks at files."""
 
 
 class Caller(Protocol):
@@ -116,6 +118,8 @@ class Node(ShownAsTable):
         self.host = host
         self.workdir = Workdir()
         """The working folder of its functions."""
+        self.owner = ""
+        """Who works there: the pool, or a run that it has launched."""
         self.lost: Exception | None = None
         self._inventory = inventory
         self._owner = owner
@@ -330,6 +334,7 @@ class Node(ShownAsTable):
                 info=dict(spec.info),
                 port=spec.port,
                 workdir=self.workdir.sent,
+                owner=self.owner if spec.claims else "",
                 include=not self.workdir.callers,
                 pipelined=spec.pipelined,
                 reported=spec.reported,

@@ -15,6 +15,7 @@ from typing import Final
 
 from skyfab.detached.written import Written, event, parse
 from skyfab.errors import HostError, ProtocolError, SkyfabError, UsageError
+from skyfab.host.agent.workdir import own_name
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.images import HostImages, Progress
@@ -116,6 +117,7 @@ class Nodes(Owner):
     def _make(self, index: int, host: Host, owner: Owner, pool: str) -> Node:
         node = Node(index, host, self._inventory, owner)
         node.workdir = self._workdirs.of(host)
+        node.owner = self.job
         node.session = self._new_session(node, pool)
         return node
 
@@ -236,7 +238,7 @@ def tell_files(nodes: Sequence[Node], inventory: Inventory, events: Events) -> N
 
         if node.session.wait(arrived, max(0.0, until - time.monotonic())):
             for written in _written(reply):
-                if written.workdir == node.workdir.sent:
+                if written.workdir in (node.workdir.sent, own_name(node.workdir.sent, node.owner)):
                     events.emit(event(node.host, inventory, written))
 
 

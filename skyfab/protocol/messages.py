@@ -163,6 +163,8 @@ class Spawn(Message):
     """A port that was opened with Listen: the process inherits its listening socket."""
     workdir: str = ""
     """The working folder: a path, or the name of a project's folder in the cache; empty: the pool's own folder."""
+    owner: str = ""
+    """The pool or run that works there, and not beside another one; empty: for one that only looks at or adds files."""
     include: bool = True
     """Whether the tree's files for the working folder are copied into it."""
     pipelined: bool = False
@@ -225,6 +227,8 @@ class Detach(Message):
 
     run: str
     about: Mapping[str, Any]
+    owner: str = ""
+    """As in Spawn."""
 
 
 class Written(Message):

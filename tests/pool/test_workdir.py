@@ -22,7 +22,7 @@ from skyfab.errors import ProtocolError
 from skyfab.host.agent import workdir as agent_workdir
 from skyfab.lab import Lab
 from skyfab.pool.workdir import Workdir, Workdirs
-from skyfab.ui.events import Event, FilesWritten
+from skyfab.ui.events import Event, FilesWritten, Output
 
 SAVES = """
 import os
@@ -61,6 +61,80 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def remote(hosts_of: Callable[..., list[sky.Host]]) -> list[sky.Host]:
     return hosts_of("openssh", 2)
+
+
+# ---- two at once
+
+
+def add(name: str, text: str) -> str:
+    """Writes to the file in place."""
+    with Path(name).open("a") as file:
+        file.write(text)
+    return str(Path.cwd())
+
+
+def prepare() -> str:
+    for name in ("log", "unchanged", "deep/er", "fixed"):
+        write(name, "1")
+    Path("fixed").chmod(0o444)
+    Path("link").symlink_to("log")
+    return str(Path.cwd())
+
+
+def look() -> dict[str, str]:
+    return {str(path): path.read_text() for path in sorted(Path().rglob("*")) if path.is_file()}
+
+
+def test_a_pool_beside_another_one_has_a_folder_of_its_own(folder: Path, remote: list[sky.Host]) -> None:
+    events: list[Event] = []
+    (folder / "sent").write_text("sent")
+    with sky.Compute(remote[:1], ui="none") as first:
+        place = sky.function(prepare)() >> first
+        with sky.Compute(remote[:1], ui="none") as second:
+            second.events.subscribe(events.append)
+            second.upload("sent")
+            own = sky.function(add)("log", "2") >> second
+            assert own.startswith(f"{place}.")
+            assert sky.function(add)("link", "3") @ second == [own], "all of its processes work there"
+            kept = {"deep/er": "1", "fixed": "1", "unchanged": "1"}
+            assert sky.function(look)() >> second == {**kept, "log": "123", "link": "123", "sent": "sent"}
+            second.download("log")
+            assert (folder / "log").read_text() == "123"
+            sky.function(write)("new", "x") >> second
+        assert sky.function(look)() >> first == {**kept, "log": "1", "link": "1"}
+        assert sky.function(here)() >> first == place
+    (line,) = [event.text for event in events if isinstance(event, Output)]
+    assert line == f"another run uses {place}: this one works in a copy, {own}"
+    (files,) = [event for event in events if isinstance(event, FilesWritten)]
+    assert (files.path, files.what) == (own.replace("/root", "~"), "1 file (1 byte): new")
+    with sky.Compute(remote[:1], ui="none") as third:
+        assert sky.function(here)() >> third == place, "one after another they find what the last one left"
+        assert "new" not in sky.function(look)() >> third
+
+
+def test_runs_at_once_have_folders_of_their_own(folder: Path, remote: list[sky.Host]) -> None:
+    def waits(name: str) -> str:
+        write(name, name)
+        while not Path("end").exists():
+            time.sleep(0.05)
+        return str(Path.cwd())
+
+    with sky.Compute(remote[:1], ui="none") as pool:
+        place = sky.function(write)("end", "") >> pool
+        sky.function(os.unlink)("end") >> pool
+        first = pool.launch(sky.function(waits)("first"))
+        second = pool.launch(sky.function(waits)("second"), on="node1")
+        own = f"{place}.{second.id[:8]}"
+        assert sky.function(write)("end", "") >> pool == place, "a run works where the pool does that launched it"
+        assert first.result(60) == [place]
+        sky.function(write)(f"{own}/end", "") >> pool
+        assert second.result(60) == own
+    assert first.parts[0].about.workdir == project(str(folder))
+    assert second.parts[0].about.workdir == Path(own).name
+    (files,) = attach(second.id, remote[:1]).files()
+    assert files.path.endswith(Path(own).name)
+    assert "second" in files.what
+    assert "first" not in files.what
 
 
 # ---- where
@@ -266,7 +340,8 @@ def test_a_look_at_a_large_folder_ends(tmp_path: Path, monkeypatch: pytest.Monke
     time.sleep(0.02)  # the clock of files is coarse
     written = agent_workdir.Written()
     written.begin("p", str(folder), str(included))
-    assert (run / "files").read_text() == "p\n"
+    written.close()
+    assert (run / "files").read_text() == "p\t\n"
     agent_workdir.enter(str(folder), str(tmp_path), str(included))
     assert written.report() == []
     write(str(folder / "deep/new.txt"), "123")
@@ -339,6 +414,7 @@ def test_what_was_fetched_is_not_told(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.chdir(run)
     written = agent_workdir.Written()
     written.begin("p", str(other), "")
+    written.close()
     for name in ("a.pt", "ckpt/b.pt"):
         write(str(folder / name), "1")
 

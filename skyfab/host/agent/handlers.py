@@ -60,7 +60,8 @@ class Handlers:
             self.record.files = self._written.report()
 
     def close(self) -> None:
-        """Closes the detached run's folder."""
+        """Closes the detached run's folder, and leaves the working folders to others."""
+        self._written.close()
         if self.record is not None:
             self.record.close()
 
@@ -69,16 +70,18 @@ class Handlers:
     def on_spawn(self, stream: int, message: messages.Spawn, head: bytes, data: Data) -> None:
         listener = self._ports.hand_over(message.port)
         try:
-            folder = place(message.workdir, self._cache)
+            origin = place(message.workdir, self._cache)
+            name = self._written.claim(message.workdir, message.owner, self._cache)
+            folder = place(name, self._cache)
             included = self._store.included(message.tree) if message.include else ""
             if folder:
-                self._written.begin(message.workdir, folder, included, reported=message.reported)
+                self._written.begin(name, folder, included, reported=message.reported)
             request = {
                 "env": message.env,
                 "info": message.info,
                 "path": self._store.roots(message.tree) if message.tree else [],
                 "stores": self._store.folders,
-                "workdir": [folder, self._cache, included],
+                "workdir": [folder, self._cache, included, origin if folder != origin else ""],
                 "plain": message.plain,
             }
             self._workers.spawn(message.worker, message.generation, request, listener, pipelined=message.pipelined)
@@ -156,7 +159,9 @@ class Handlers:
             raise ProtocolError(f"not the name of a run: {message.run!r:.80}")
         if self.record is not None:
             raise ProtocolError("this agent already has a run")
-        self.record = RunFolder(os.path.join(self._cache, "runs", message.run), message.about, self._mux)
+        workdir = self._written.claim(message.about.get("workdir", ""), message.owner, self._cache)
+        about = {**message.about, "workdir": workdir}
+        self.record = RunFolder(os.path.join(self._cache, "runs", message.run), about, self._mux)
         self._workers.keep_in(self.record)
         self._mux.send(stream, Done().encode())
 

@@ -7,8 +7,10 @@ user included are copied into it, and other files that were written there can be
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import stat
+import sys
 import time
 
 from skyfab.errors import ProtocolError
@@ -24,6 +26,10 @@ _MOST: Final = 20_000
 _SECONDS: Final = 0.5
 """Limits for the scan of a working folder, files and seconds: it may contain any number of files."""
 _NAMES: Final = 3
+_COPIED: Final = "copied"
+"""The file in a pool's run folder that is as old as its own copy of a working folder."""
+_FICLONE: Final = 0x40049409
+"""Of Linux: the blocks of a file become those of another one."""
 
 
 def place(workdir: str, cache: str) -> str:
@@ -43,10 +49,20 @@ def place(workdir: str, cache: str) -> str:
     return os.path.join(cache, "files", workdir)
 
 
-def enter(folder: str, cache: str, included: str) -> None:
-    """Creates the folder, changes to it, and copies the included files into it. Raises OSError."""
+def own_name(workdir: str, owner: str) -> str:
+    """The name of a run's own copy of a project's folder, which it has while another run uses that one."""
+    return f"{workdir}.{owner.rpartition('.')[2][:8]}"
+
+
+def enter(folder: str, cache: str, included: str, origin: str = "") -> None:
+    """Creates the folder, changes to it, and copies the included files into it. Raises OSError.
+
+    If it has an `origin`, it begins as a copy of that one.
+    """
     if folder:
         kept = os.path.join(cache, "files")
+        if origin:
+            _copy(origin, folder)
         if os.path.dirname(folder) == kept:
             for part in (kept, folder):
                 os.makedirs(part, mode=0o700, exist_ok=True)
@@ -56,6 +72,57 @@ def enter(folder: str, cache: str, included: str) -> None:
         os.chdir(folder)
     for inner in _inside(included) if included else ():
         _lay_out(os.path.join(included, inner), inner)
+
+
+def _copy(origin: str, folder: str) -> None:
+    """Copies a folder, once: other processes wait until that is done.
+
+    Programs write files in place, so none is shared by a hard link, except those that nobody may write to. On file
+    systems that can, a copy shares its blocks with the original until one of them is written.
+    """
+    import shutil
+
+    draft = os.path.join(os.path.dirname(folder), f".in-{os.path.basename(folder)}")
+    if not os.path.isdir(folder):
+        with open(f"{draft}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not os.path.isdir(folder):
+                print(f"another run uses {origin}: this one works in a copy, {folder}", file=sys.stderr)
+                shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
+                os.mkdir(draft, mode=0o700)
+                for path, folders, names in os.walk(origin):
+                    inner = os.path.join(draft, os.path.relpath(path, origin))
+                    os.makedirs(inner, exist_ok=True)
+                    for name in (*names, *folders):
+                        with contextlib.suppress(FileNotFoundError):  # the other run has just removed it
+                            _copy_file(os.path.join(path, name), os.path.join(inner, name))
+                os.rename(draft, folder)
+                os.unlink(lock.name)
+    with contextlib.suppress(FileExistsError), open(os.path.join("..", _COPIED), "x"):
+        pass
+
+
+def _copy_file(source: str, target: str) -> None:
+    import shutil
+
+    about = os.lstat(source)
+    if stat.S_ISLNK(about.st_mode):
+        os.symlink(os.readlink(source), target)
+    if not stat.S_ISREG(about.st_mode):
+        return
+    if not about.st_mode & 0o222:
+        with contextlib.suppress(OSError):  # it belongs to another user, or is on another disk
+            os.link(source, target)
+            return
+    with open(source, "rb") as old, open(target, "wb") as new:
+        try:
+            fcntl.ioctl(new, _FICLONE, old.fileno())
+        except OSError:
+            room = os.fstatvfs(new.fileno())
+            if about.st_size > room.f_bavail * room.f_frsize:  # the other run needs the rest of the disk
+                raise OSError(28, "not enough space for a copy", source) from None
+            shutil.copyfileobj(old, new, 1 << 20)
+    shutil.copystat(source, target)
 
 
 def _lay_out(source: str, target: str) -> None:
@@ -99,17 +166,52 @@ class Written:
     def __init__(self) -> None:
         self._folders: dict[str, tuple[str, float, set[str]]] = {}
         """For each working folder, by the client's name: its path, since when, and the folders of included files."""
-        self._noted: set[str] = set()
+        self._noted: set[tuple[str, str]] = set()
+        self._note = -1
+        self._claimed: dict[str, str] = {}
+
+    def claim(self, workdir: str, owner: str, cache: str) -> str:
+        """The name of the folder that a pool or run works in: the project's, or its own while another one uses that.
+
+        Those are related of which one has launched the other. Without an owner, a process only looks at or adds files.
+        A path that the user has named is that folder, whoever uses it.
+        """
+        if not owner or not workdir or workdir.startswith(("/", "~")) or workdir in self._claimed:
+            return self._claimed.get(workdir, workdir)
+        own, folder = own_name(workdir, owner), os.path.join(cache, "files")
+        name = workdir
+        with contextlib.suppress(OSError):  # a file system without locks
+            os.makedirs(folder, mode=0o700, exist_ok=True)
+            with open(os.path.join(folder, ".lock"), "w") as guard:
+                fcntl.flock(guard, fcntl.LOCK_EX)
+                if os.path.isdir(os.path.join(folder, own)) or _is_used(workdir, owner, cache):
+                    name = own
+                self._hold(name, owner)
+        self._claimed[workdir] = name
+        return name
+
+    def _hold(self, name: str, owner: str = "") -> None:
+        """Notes in the run folder who uses a working folder. The note is locked while this agent lives."""
+        if (name, owner) not in self._noted:
+            self._noted.add((name, owner))
+            if self._note < 0:
+                self._note = os.open("files", os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+                fcntl.flock(self._note, fcntl.LOCK_EX)
+            os.write(self._note, f"{name}\t{owner}\n".encode())
+
+    def close(self) -> None:
+        """Nothing works in the folders anymore."""
+        if self._note >= 0:
+            os.close(self._note)
+            self._note = -1
 
     def begin(self, workdir: str, path: str, included: str, *, reported: bool = True) -> None:
         """A process is about to start in this working folder. If not `reported`, it is one that transfers files.
 
         Notes it in the current directory, which is the pool's run folder: there gc looks for what is in use.
         """
-        if workdir not in self._noted:
-            with contextlib.suppress(OSError), open("files", "a") as note:
-                note.write(f"{workdir}\n")
-            self._noted.add(workdir)
+        with contextlib.suppress(OSError):
+            self._hold(workdir)
         if not reported:
             return
         if workdir not in self._folders:
@@ -121,6 +223,8 @@ class Written:
         found = []
         fetched = _fetched()
         for workdir, (path, since, included) in self._folders.items():
+            with contextlib.suppress(OSError):
+                since = max(since, os.stat(_COPIED).st_mtime)
             files, complete = _changed(path, since, included, fetched)
             if files:
                 files.sort(key=lambda file: -file[2])
@@ -135,6 +239,22 @@ class Written:
                     }
                 )
         return found
+
+
+def _is_used(workdir: str, owner: str, cache: str) -> bool:
+    """Whether a pool or run that is not related to this owner has noted the folder, and its agent still lives."""
+    import glob
+
+    for path in glob.iglob(os.path.join(glob.escape(cache), "run", "*", "*", "files")):
+        with contextlib.suppress(FileNotFoundError), open(path, "r+") as note:
+            for line in note:
+                name, _, other = line.rstrip("\n").partition("\t")
+                if name == workdir and other and not (other.startswith(owner) or owner.startswith(other)):
+                    try:
+                        fcntl.flock(note, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    except BlockingIOError:
+                        return True
+    return False
 
 
 def _now() -> float:
@@ -185,6 +305,8 @@ def _changed(
         except OSError:
             continue
         if not stat.S_ISREG(about.st_mode) or about.st_ctime < since or "__pycache__" in inner:
+            continue
+        if about.st_ctime == since and about.st_mtime < since:  # copied at the last moment
             continue
         if about.st_ctime <= fetched.get(path, 0.0):
             continue

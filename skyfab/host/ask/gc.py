@@ -141,7 +141,8 @@ class _Cleaning:
         if os.path.islink(path) or not os.path.isdir(path):
             return False
         notes = _glob(self._cache, "run/*/*/files")
-        return not any(os.path.basename(path) in read(note).split("\n") for note in notes) and _all_old(path, age)
+        used = {line.partition("\t")[0] for note in notes for line in read(note).split("\n")}
+        return os.path.basename(path) not in used and _all_old(path, age)
 
     def _no_pool_writes(self, log: str, age: float) -> bool:
         return not _glob(self._cache, f"run/*/{os.path.basename(log)}") and _all_old(log, age)

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from skyfab._util.atomic import write
+from skyfab._util.cache import cache_folder
 from skyfab.cli.command import InventoryFile, NamedHosts, Option, command
 from skyfab.errors import SkyfabError, UsageError
 
 if TYPE_CHECKING:
+    from skyfab.detached.run import Run
     from skyfab.files.transfer import Report
+    from skyfab.inventory.host import Host
+    from skyfab.inventory.inventory import Inventory
     from skyfab.pool.compute import Compute
 
 
@@ -33,6 +41,7 @@ def put(
         skyfab put model.pt --hosts=node1 --to=/scratch/models/
     """
     from skyfab._util.suggest import similar_path
+    from skyfab.cli.host_selection import selected
     from skyfab.pool.files import local_path
 
     local = local_path(path)
@@ -40,7 +49,7 @@ def put(
         if local.is_symlink():
             raise UsageError(f"broken link: {path} points to {local.readlink()}")
         raise UsageError(f"no such file or folder: {path}", hint=similar_path(local))
-    with _pool(hosts, inventory) as compute:
+    with _pool(*selected(hosts, inventory)) as compute:
         _tell(compute.upload(path, to=to))
 
 
@@ -60,21 +69,45 @@ def get(
         skyfab get 'ckpt/*' --hosts=node1
         skyfab get /var/log/syslog --hosts=gpu --to=logs
     """
-    with _pool(hosts, inventory) as compute:
+    from skyfab.cli.host_selection import selected
+
+    with _pool(*selected(hosts, inventory)) as compute:
         _tell([report for report in compute.download(path, to=to) if report.entries])  # others are reported already
 
 
+def remember(run: Run, patterns: Sequence[str]) -> None:
+    """Notes on this machine what `fetch_remembered` fetches: a host must not choose what is written where."""
+    write(_note_of(run), json.dumps({"patterns": list(patterns), "to": str(Path.cwd())}))
+
+
+def fetch_remembered(run: Run) -> None:
+    """Fetches what `run --detach --get` has named, to the folder where that was typed. Prints an error."""
+    from skyfab.cli import report
+
+    hosts = run.in_workdirs()
+    if not hosts or not _note_of(run).exists():
+        return
+    noted = json.loads(_note_of(run).read_text())
+    try:
+        with _pool(run.inventory, hosts) as compute:
+            _tell([one for one in compute.download(noted["patterns"], to=noted["to"]) if one.entries])
+    except SkyfabError as error:
+        print(f"not fetched: {report.text(error).removeprefix('error: ')}", file=sys.stderr)
+
+
+def _note_of(run: Run) -> Path:
+    return cache_folder() / "fetch" / f"{run.id}.json"
+
+
 @contextmanager
-def _pool(hosts: str | None, inventory: str | None) -> Iterator[Compute]:
+def _pool(inventory: Inventory, hosts: Sequence[Host]) -> Iterator[Compute]:
     """A pool whose hosts are sent no modules. An error of this machine's files is a message, as one of a host's is."""
     from skyfab.calls.image import Image
-    from skyfab.cli.host_selection import selected
     from skyfab.files.entries import words
     from skyfab.pool.compute import Compute
 
-    found, chosen = selected(hosts, inventory)
     try:
-        with Compute(chosen, inventory=found, image=Image(excludes=("*",))) as compute:
+        with Compute(hosts, inventory=inventory, image=Image(excludes=("*",))) as compute:
             for node in compute.hosts:
                 node.owner = ""  # it is the project's folder also while a run uses that
             yield compute

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
 
-from skyfab._util.hints import HINTS
 from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Nodes, Option, Ranks, Where, Workdir, command
 from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements, With
 from skyfab.errors import BroadcastError, SkyfabError, UsageError
@@ -81,17 +80,13 @@ def run(
     from skyfab.cli.host_selection import selected
     from skyfab.cli.interpreter import hand_over
     from skyfab.cli.project_settings import ProjectSettings
+    from skyfab.cli.put import remember
     from skyfab.cli.run_environment import image_of, plugins_of, variables_of
     from skyfab.detached.run import Run
     from skyfab.plugins.base import Torchrun
     from skyfab.pool.compute import Compute
 
     script, function = _parsed(target, arguments, hosts)
-    if detach and get:
-        raise UsageError(
-            "--get fetches files at the end of the run, but --detach does not wait for it",
-            hint="fetch them later: skyfab get PATTERN",
-        )
     if not no_project:
         hand_over(script)
     settings = ProjectSettings.of(script)
@@ -132,8 +127,7 @@ def run(
             _bring_back(compute, get)
     if isinstance(run, Run):
         if get:
-            where = f"{shlex.join(get)} --hosts={','.join(run.hosts)}"
-            print(HINTS.adapted(f"nothing was fetched; when the run has ended: skyfab get {where}"), file=sys.stderr)
+            remember(run, get)
         tell_how_to_attach(run, name)
 
 

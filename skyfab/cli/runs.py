@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from skyfab._util.hints import HINTS
 from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
+from skyfab.cli.put import fetch_remembered
 from skyfab.errors import UsageError
 from skyfab.ui.terminal import clean, clean_lines, settled
 
@@ -133,6 +134,8 @@ def logs(
         if sys.stderr.isatty():
             print(file=sys.stderr)  # after the ^C that the terminal shows
         return 130
+    if follow:
+        fetch_remembered(found)
     if found.state == "failed":
         print(HINTS.adapted(f"the run failed; to see why: skyfab attach {id_}"), file=sys.stderr)
     return 0
@@ -167,6 +170,7 @@ def attach(
     print(f"{clean(found.name, colour=False)}: {state}", file=sys.stderr)
     for files in found.files():
         print(clean_lines(str(files)), file=sys.stderr)
+    fetch_remembered(found)
     if state in ("failed", "lost"):
         found.result()
     if state == "done":

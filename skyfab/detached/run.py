@@ -11,7 +11,7 @@ import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from skyfab._util.html import ShownAsTable
@@ -19,7 +19,7 @@ from skyfab._util.suggest import did_you_mean
 from skyfab.calls.results import in_order, unpack_result
 from skyfab.detached.folder import Part, State, question
 from skyfab.detached.logs import LogLine, LogReader
-from skyfab.detached.written import event
+from skyfab.detached.written import event, path_of
 from skyfab.errors import HostLost, HostUnfit, SkyfabError, UsageError, broadcast_error
 from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory
@@ -50,7 +50,7 @@ class Run(ShownAsTable):
         self._untrusted = results == "data"
         self._asked = {host.name: host for host in hosts}
         self._parts = list(parts)
-        self._inventory = inventory
+        self.inventory = inventory
         self._about = about = parts[0].about
         self.id = about.id
         self.name = about.name
@@ -128,7 +128,7 @@ class Run(ShownAsTable):
         return Part(host=outcome.host.name, about=self._about, state="lost", started=self.started)
 
     def _asker(self, **options: Any) -> Asker:
-        return Asker([host for name in self.hosts if (host := self._host(name))], self._inventory, **options)
+        return Asker([host for name in self.hosts if (host := self._host(name))], self.inventory, **options)
 
     def _asker_of_all(self, **options: Any) -> Asker:
         """Raises UsageError if a host of the run was neither queried nor is in the inventory."""
@@ -142,7 +142,7 @@ class Run(ShownAsTable):
 
     def _host(self, name: str) -> Host | None:
         """Only a queried host or one of the inventory: a host's report must not make this program log in elsewhere."""
-        return self._asked.get(name) or self._inventory.hosts.get(name)
+        return self._asked.get(name) or self.inventory.hosts.get(name)
 
     def files(self) -> list[FilesWritten]:
         """Files written to working folders on other machines, as of the last query; empty until the run has ended."""
@@ -151,8 +151,17 @@ class Run(ShownAsTable):
             host = self._host(part.host)
             if host is None or host.transport == "local":
                 continue
-            found += [event(host, self._inventory, written) for written in part.files if _is_safe(written.workdir)]
+            found += [event(host, self.inventory, written) for written in part.files if _is_safe(written.workdir)]
         return found
+
+    def in_workdirs(self) -> list[Host]:
+        """Its hosts other than this machine, each with the working folder of the run, if that is kept."""
+        found = [(part.about.workdir, self._host(part.host)) for part in self._parts]
+        return [
+            replace(host, workdir=path_of(host, workdir))
+            for workdir, host in found
+            if host is not None and workdir and host.transport != "local"
+        ]
 
     # ---- output
 

@@ -394,6 +394,21 @@ def test_run_sends_data_and_brings_results_back(here: Path, listed: Path, ends: 
     assert "no file matches node*" in again.stderr
 
 
+@pytest.mark.parametrize("words", [["attach"], ["logs", "-f"]])
+def test_what_a_detached_run_wrote_is_fetched_to_where_it_was_typed(
+    here: Path, tmp_path: Path, listed: Path, words: list[str]
+) -> None:
+    (here / "saves.py").write_text("from pathlib import Path\nPath('ckpt.pt').write_text('x')\n")
+    done = skyfab(here, "run", "--hosts=node1", "--detach", "--get=*.pt", "saves.py", inventory=listed)
+    assert done.returncode == 0, done.stderr
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    ended = skyfab(elsewhere, *words, done.stdout.strip(), inventory=listed)
+    assert ended.returncode == 0, ended.stderr
+    assert (here / "ckpt.pt").read_text() == "x"
+    assert not list(elsewhere.iterdir())
+
+
 def test_a_failed_run_that_wrote_nothing_says_why_it_failed(here: Path, listed: Path) -> None:
     (here / "fails.py").write_text("raise SystemExit(3)\n")
     done = skyfab(here, "run", "--hosts=node1", "--get=ckpt", "fails.py", inventory=listed)

@@ -79,7 +79,7 @@ class _Cleaning:
         return self._report
 
     def run_here(self) -> dict[str, Any]:
-        kinds = ("wheels", "built", "locks", "tools", "hosts")
+        kinds = ("wheels", "built", "locks", "tools", "hosts", "fetch")
         for kind in kinds:
             self._sweep(kind, kind, r"[^.].*", _unread)
         self._sweep("pythons", "pythons", r"cpython-.*", _unread)

@@ -13,6 +13,7 @@ from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.errors import UsageError
 
 P = ParamSpec("P")
@@ -180,12 +181,15 @@ class Group:
 
         A failure, or Ctrl-C, cancels those that still run.
         """
-        futures = [submit(call) for call in self.calls]
-        if self.stream:
-            stream = _stream(futures, futures if self.ordered else as_completed(futures), self.errors)
-            next(stream)  # start the generator, so that dropping it cancels the rest
-            return stream
+        futures: list[Future[Any]] = []
         try:
+            for call in self.calls:
+                with SIGNAL_GUARD:  # what was started is known here, to be cancelled
+                    futures.append(submit(call))
+            if self.stream:
+                stream = _stream(futures, futures if self.ordered else as_completed(futures), self.errors)
+                next(stream)  # start the generator, so that dropping it cancels the rest
+                return stream
             return tuple([_outcome(future, self.errors) for future in futures])
         except BaseException:
             _cancel(futures)

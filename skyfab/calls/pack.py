@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from skyfab._util.signals import is_from_handler
 from skyfab.calls.call import Call, Function
 from skyfab.errors import NotPicklable
 from skyfab.protocol import codec, messages
@@ -62,6 +63,8 @@ def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = (), *
     try:
         payload = codec.dumps(plugins, then=[(function if by_name else fn, by_name, sources_of(function), each)])
     except Exception as error:
+        if is_from_handler(error):
+            raise
         raise NotPicklable(f"{function.label} cannot be pickled: {error}", hint=_culprit(fn)) from error
     packed = PackedFunction(_digest(payload), payload)
     if state is not None:
@@ -77,6 +80,8 @@ def pack_arguments(call: Call[Any]) -> codec.Payload:
     try:
         return codec.dumps((*call.args, call.kwargs or None))
     except Exception as error:
+        if is_from_handler(error):
+            raise
         for name, value in [*enumerate(call.args, 1), *call.kwargs.items()]:
             try:
                 codec.dumps(value)

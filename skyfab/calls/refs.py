@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Generic, NoReturn, SupportsIndex, TypeVar
 
+from skyfab._util.signals import is_from_handler
 from skyfab._util.sizes import readable
 from skyfab.errors import NotPicklable, UsageError
 from skyfab.protocol.blobs import allocate, name_of
@@ -67,6 +68,8 @@ def put(obj: T) -> Ref[T]:
     try:
         memory = pack(obj)
     except Exception as error:
+        if is_from_handler(error):
+            raise
         raise NotPicklable(
             f"the object to put, a {kind}, cannot be pickled: {error}", hint="put the data that it is made from"
         ) from error

@@ -11,6 +11,7 @@ from typing import Any, Final
 
 import torch
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.device import meta, plans, tensors
 from skyfab.device.arguments import common_device
 from skyfab.device.kernels import make_kernel
@@ -64,7 +65,7 @@ def call(
     if plan is None:
         plans.before_plan()
         stream = tensors.streams[common_device([*plain, device], {})]
-        with stream.link.guard:
+        with SIGNAL_GUARD:
             made = outputs()
         plan = _cache[keys] = plans.new_plan(stream, f"sky::{name}", (template, ()), made, list(range(len(made))))
     instruction[0] = plan.number

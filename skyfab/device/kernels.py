@@ -17,6 +17,7 @@ from typing import Any, Final
 
 import torch
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.device import meta, tensors
 from skyfab.device.arguments import (
     common_device,
@@ -254,7 +255,7 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
     stream = tensors.streams[common_device(args, kwargs)]
     _require_remote_results(op, args, kwargs)
     try:
-        with stream.link.guard:  # PyTorch imports much when this is called first, and half an import stays one
+        with SIGNAL_GUARD:  # PyTorch imports much when this is called first, and half an import stays one
             result, meta_args, meta_kwargs = meta.predict(op, args, kwargs, stream.device)
     except NotImplementedError:
         return None

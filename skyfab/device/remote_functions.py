@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from skyfab._util.signals import SIGNAL_GUARD, is_from_handler
 from skyfab.device import composite_ops, tensors
 from skyfab.device.call_site import find_call_site
 from skyfab.device.meta import to_meta
@@ -60,9 +61,9 @@ def pack(stream: DeviceStream, value: Any, refused: Collection[DeviceStream]) ->
 
     try:
         return codec.dumps(value, reference)
-    except SkyfabError:
-        raise
     except Exception as error:
+        if isinstance(error, SkyfabError) or is_from_handler(error):
+            raise
         raise NotPicklable(f"cannot pickle the function or its arguments: {error}") from error
 
 
@@ -106,7 +107,7 @@ class _RemoteIterator(Iterator[Any]):
 
     def _ask(self) -> None:
         first = tensors.new_block()
-        with self._stream.link.guard:
+        with SIGNAL_GUARD:
             self._waiting.append((self._stream.start([wire.NEXT, self._ident, first]), first))
 
     def _receive(self) -> None:
@@ -116,7 +117,7 @@ class _RemoteIterator(Iterator[Any]):
         try:
             if batch.document is None:
                 self._stream.check()
-            with self._stream.link.guard:
+            with SIGNAL_GUARD:
                 self._values.extend(tensors.restore(batch.value(), first, self._stream.index))
                 self._waiting.popleft()  # not before: Ctrl-C may end the wait
         except Exception as error:

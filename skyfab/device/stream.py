@@ -6,7 +6,6 @@ The program is not held up by the host, except where it needs a value, or is too
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import pickle
@@ -14,9 +13,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
 from skyfab.device.batches import Batch, Entry, Then, current, observers
 from skyfab.device.call_site import CallSite, describe, find_call_site
 from skyfab.device.storages import RemoteStorage, forget
@@ -45,10 +44,6 @@ class HostLink(Protocol):
     @property
     def name(self) -> str:
         """The host's name."""
-
-    @property
-    def guard(self) -> contextlib.AbstractContextManager[None]:
-        """Holds back Ctrl-C until the end of a ``with`` block, or until `wait` waits inside it."""
 
     def addresses_for(self, other: Any) -> Sequence[str]:
         """Addresses at which the host of another device may reach this one; the likeliest first."""
@@ -127,7 +122,7 @@ class DeviceStream:
 
     def upload(self, instruction: Sequence[Any], data: memoryview, *, recorded: bool = False) -> None:
         """Adds an instruction whose last item is the number of a buffer. The memory must not change from then on."""
-        with self.link.guard, self._lock:
+        with SIGNAL_GUARD, self._lock:
             self.buffer.append(((*instruction, len(self._uploads)), find_call_site(), current.thread, recorded))
             self._uploads.append(data)
             self._size += len(data)
@@ -136,7 +131,7 @@ class DeviceStream:
 
     def flush(self) -> Batch | None:
         """Sends what has been emitted. Waits if too much is under way; raises the error of an earlier instruction."""
-        with self.link.guard, self._lock:
+        with SIGNAL_GUARD, self._lock:
             self._raise()
             self._wait_for_room()
             return self._send()
@@ -145,7 +140,7 @@ class DeviceStream:
         """Sends what has been emitted, unless another thread is sending. Returns whether there was something."""
         if not (self.buffer or self.freed or self.dead) or self._error is not None or self._lost is not None:
             return False
-        with self.link.guard:
+        with SIGNAL_GUARD:
             if self._lock.acquire(blocking=False):
                 try:
                     if len(self._ahead) < _MOST_AHEAD and self._error is None:
@@ -165,7 +160,7 @@ class DeviceStream:
 
         If nothing waits for the reply, `then` is called with it, or the error, on the thread that reads.
         """
-        with self.link.guard, self._lock:
+        with SIGNAL_GUARD, self._lock:
             self._raise()
             if then is not None:
                 self._wait_for_room()
@@ -188,7 +183,7 @@ class DeviceStream:
 
     def send_between(self, send: Callable[[], None]) -> None:
         """Sends what has been emitted, then something else to the same worker. Raises the error of an earlier one."""
-        with self.link.guard, self._lock:
+        with SIGNAL_GUARD, self._lock:
             self.flush()
             send()
 
@@ -200,13 +195,13 @@ class DeviceStream:
     def consume(self, error: BaseException | None) -> None:
         """A future has raised this error: if it is the one that the next use would raise, that use does not."""
         if error is not None:
-            with self.link.guard, self._lock:
+            with SIGNAL_GUARD, self._lock:
                 if error is self._error:
                     self._resume()
 
     def check(self) -> None:
         """Raises the error of an earlier instruction, if there is one."""
-        with self.link.guard, self._lock:
+        with SIGNAL_GUARD, self._lock:
             self._raise()
 
     def emit_always(self, instruction: Sequence[Any]) -> None:
@@ -261,7 +256,7 @@ class DeviceStream:
 
     def take_freed(self) -> list[int]:
         """The ids that are no longer used, since this was called last."""
-        with self.link.guard, self._lock:
+        with SIGNAL_GUARD, self._lock:
             dead, freed = self.dead[:], self.freed[:]
             del self.dead[: len(dead)], self.freed[: len(freed)]  # other threads append meanwhile
             return freed + forget(dead)
@@ -370,7 +365,7 @@ class DeviceStream:
             self.buffer.clear()
 
 
-class DeviceFuture(Future[Any]):
+class DeviceFuture(GuardedFuture):
     """A future of a device. If it has raised an error of the device, no later use of the device does."""
 
     def __init__(self, stream: DeviceStream) -> None:
@@ -405,7 +400,7 @@ class _Flusher:
 
     def start(self) -> None:
         """There is a new device."""
-        with self._lock:
+        with SIGNAL_GUARD, self._lock:
             if not self._is_running:
                 self._is_running = True
                 threading.Thread(target=self._run, name="skyfab-device", daemon=True).start()

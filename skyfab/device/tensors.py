@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.device.storages import RemoteStorage, by_address
 from skyfab.device.stream import DeviceStream
 from skyfab.device.stream import streams as streams
@@ -230,7 +231,7 @@ def view(tensor: torch.Tensor, storage: RemoteStorage, offset: int) -> tuple[Lay
             found = (layout, new_id())
             number = DTYPE_NUMBERS[layout.dtype]
             at = offset // layout.dtype.itemsize
-            with stream.link.guard:  # else Ctrl-C would leave a view on the host that is never freed
+            with SIGNAL_GUARD:  # else Ctrl-C would leave a view on the host that is never freed
                 stream.emit([wire.VIEW, found[1], storage.id, layout.shape, layout.stride, at, number])
                 views[key] = found
     return found

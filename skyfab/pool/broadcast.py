@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, Final, Literal
 
+from skyfab._util.signals import SIGNAL_GUARD, is_from_handler
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.results import deliver, in_order
 from skyfab.errors import (
@@ -28,7 +29,6 @@ from skyfab.pool.recovery import wait_for_lost
 from skyfab.pool.rendezvous import RendezvousFinder, strongest_need
 from skyfab.pool.stall import watch
 from skyfab.protocol import messages
-from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.session.timing import Timing
 from skyfab.ui.events import Events
 
@@ -370,18 +370,17 @@ class Broadcasts:
 
     def _add(self, broadcast: Broadcast) -> None:
         """Runs it when all before it have ended."""
-        SIGNAL_GUARD.wrap()
-        with SIGNAL_GUARD:
+        with SIGNAL_GUARD:  # one that is active always begins: others wait for its end
             with self._lock:
                 closed, idle = self._closed, self._active is None
                 if idle and not closed:
                     self._active = broadcast
                 elif not closed:
                     self._waiting.append(broadcast)
-        if closed:
-            broadcast.end(None, _too_late(broadcast))
-        elif idle:
-            self._begin(broadcast)
+            if closed:
+                broadcast.end(None, _too_late(broadcast))
+            elif idle:
+                self._begin(broadcast)
 
     @property
     def is_idle(self) -> bool:
@@ -414,9 +413,11 @@ class Broadcasts:
                 self._ended(broadcast, None)
             else:
                 self._start(broadcast)
-        except Exception as error:
-            broadcast.abandon(error)
-        except BaseException as error:  # Ctrl-C, while waiting for a gang or after the call has begun
+        except BaseException as error:
+            if isinstance(error, Exception) and not is_from_handler(error):
+                broadcast.abandon(error)
+                return
+            # A signal handler's, as that of Ctrl-C, while waiting for a gang or after the call has begun.
             if broadcast.gang is None:
                 broadcast.end(None, error)
             broadcast.future.cancel()

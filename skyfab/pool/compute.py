@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 from skyfab._util.html import ShownAsTable
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls import nesting
 from skyfab.calls.call import (
     Call,
@@ -55,7 +56,6 @@ from skyfab.protocol import codec
 from skyfab.providers.base import Provider
 from skyfab.session.ask import Asker
 from skyfab.session.fanout import meanwhile
-from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.session.timing import Timing
 from skyfab.ui import failure
 from skyfab.ui.display import attach as attach_view
@@ -266,9 +266,9 @@ class Compute(ShownAsTable):
             tell_files(self.hosts, self.inventory, self.events)
             self._nodes.recovery.close()
         finally:
-            self._open = False
-            _open_pools.discard(self)
-            with self._closing:
+            with self._closing, SIGNAL_GUARD:  # its hosts end also if a handler raises now
+                self._open = False
+                _open_pools.discard(self)
                 self._stop()
 
     def _stop(self) -> None:
@@ -289,25 +289,29 @@ class Compute(ShownAsTable):
 
     def run(self, call: Call[R]) -> R:
         """Runs a call on one worker and waits for it: ``call >> compute``."""
+        SIGNAL_GUARD.wrap()
         found = self._pack_solo(call, None)
         if emitting:
             refuse_to_block()
         if isinstance(found, PackedCall):
-            with self.events.waiting:
+            with SIGNAL_GUARD, self.events.waiting:
                 result: R = self._scheduler.run(found)
             if result is not NOT_TAKEN:
                 return result
-        future: Future[R] = self._start(call, found)
-        return wait_for(future, self.hosts, self.events.waiting)
+        with SIGNAL_GUARD:  # a call that has started is waited for, and cancelled if that is interrupted
+            future: Future[R] = self._start(call, found)
+            return wait_for(future, self.hosts, self.events.waiting)
 
     def broadcast(self, call: Call[R]) -> list[R]:
         """Runs a call on every rank and waits for all: ``call @ compute`` is a list in rank order.
 
         Raises BroadcastError if a rank fails; it has the results of the others.
         """
-        future: Future[Any] = self.submit(call, on="all")
-        results: list[R] = wait_for(future, self.hosts, self.events.waiting)
-        return results
+        self._check_call(call)
+        packed = self._pack(call)
+        with SIGNAL_GUARD:
+            future: Future[list[R]] = self._broadcasts.submit(packed, self.hosts, pool=self)
+            return wait_for(future, self.hosts, self.events.waiting)
 
     def submit(self, call: Call[R], *, on: str = "one", keep: bool = False) -> Future[R]:
         """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.
@@ -432,8 +436,9 @@ class Compute(ShownAsTable):
         self._sync_tree()
         progress = self.events.progress(fn.label, len(calls))
         timeout = self._timeout_of(fn)
-        future = MapCall(self._scheduler, packed, calls, timeout=timeout, errors=errors, progress=progress).start()
-        return wait_for(future, self.hosts, self.events.waiting)
+        made = MapCall(self._scheduler, packed, calls, timeout=timeout, errors=errors, progress=progress)
+        with SIGNAL_GUARD:
+            return wait_for(made.start(), self.hosts, self.events.waiting)
 
     def put(self, obj: T) -> Ref[T]:
         """Returns a reference to pass to calls instead of `obj`, which is then sent to each host only once.
@@ -508,6 +513,7 @@ class Compute(ShownAsTable):
             raise _parents_pool()
         if not self._open:
             raise UsageError("the pool is not open", hint="with sky.Compute(…) as compute: …")
+        SIGNAL_GUARD.wrap()
 
     def _sync_tree(self) -> str:
         """Syncs the project's files to every host; returns the tree's digest."""

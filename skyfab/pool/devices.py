@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from skyfab._util.signals import SIGNAL_GUARD, is_from_handler
 from skyfab._util.sizes import counted
 from skyfab.calls.call import Call, as_function
 from skyfab.calls.pack import (
@@ -31,7 +32,6 @@ from skyfab.pool.addresses import Candidates
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Caller, Node, WorkerSpec
 from skyfab.protocol import codec, messages
-from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.ui.events import Events, Notice
 
 if TYPE_CHECKING:
@@ -47,7 +47,6 @@ class DeviceLink:
 
     def __init__(self, node: Node, worker: str, spec: WorkerSpec, executor: PackedFunction, events: Events) -> None:
         self.name = node.name
-        self.guard = SIGNAL_GUARD
         self.node = node
         self.worker = worker
         self.tree = spec.tree
@@ -205,9 +204,9 @@ class Devices:
         send_main_by_value()
         try:
             return remote_functions.find((*call.args, call.kwargs or None), self._on(node))
-        except SkyfabError:  # of a tensor that is copied
-            raise
-        except Exception:
+        except Exception as error:
+            if isinstance(error, SkyfabError) or is_from_handler(error):  # the former of a tensor that is copied
+                raise
             return pack_arguments(call)  # raises it again, with the name of the argument
 
     def _on(self, node: Node | None) -> list[DeviceStream]:

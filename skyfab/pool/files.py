@@ -16,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab._util.sizes import readable
 from skyfab.calls.call import as_function
 from skyfab.calls.gitignore import as_git, is_kept
@@ -33,7 +34,6 @@ from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol import codec, messages
 from skyfab.session.fanout import Raised, for_each_host, one_error
 from skyfab.session.replies import Reply
-from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.ui.events import Events, Moved, Notice
 
 if TYPE_CHECKING:

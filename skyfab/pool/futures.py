@@ -10,10 +10,10 @@ from concurrent.futures._base import CANCELLED
 from typing import Any, TypeVar
 
 from skyfab._util.html import ShownAsTable
+from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
 from skyfab.session.reader import refuse_to_wait
-from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.ui.events import Waiting, emitting
 
 R = TypeVar("R")
@@ -29,7 +29,7 @@ def refuse_to_block() -> None:
     refuse_to_wait()
 
 
-class CallFuture(Future[Any], ShownAsTable):
+class CallFuture(GuardedFuture, ShownAsTable):
     """The future of a call. Cancelling it stops the call on the host."""
 
     def __init__(self) -> None:
@@ -80,7 +80,8 @@ class CallFuture(Future[Any], ShownAsTable):
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """Calls `fn` on a new thread, so that it may make calls and wait for them, which the reader thread may not."""
-        super().add_done_callback(lambda future: threading.Thread(target=fn, args=(future,), daemon=True).start())
+        with SIGNAL_GUARD:  # a thread whose start is interrupted may never run
+            super().add_done_callback(lambda future: threading.Thread(target=fn, args=(future,), daemon=True).start())
 
     def cancel(self) -> bool:
         """Works while the call is queued and while it runs. Idempotent."""
@@ -109,16 +110,17 @@ class CallFuture(Future[Any], ShownAsTable):
 
 
 def wait_for(future: Future[R], nodes: Sequence[Node], waiting: Waiting) -> R:
-    """The result. Ctrl-C stops the call, and says on which hosts."""
+    """The result. An exception of a signal handler stops the call; that of Ctrl-C says on which hosts."""
     try:
-        with waiting:
+        with SIGNAL_GUARD, waiting:
             return future.result()
-    except KeyboardInterrupt as error:
+    except BaseException as error:
         note_stopped(error, future, nodes)
         raise
 
 
-def note_stopped(error: KeyboardInterrupt, future: Future[Any], nodes: Sequence[Node]) -> None:
-    """Stops a call after Ctrl-C, whose message then says on which hosts."""
+def note_stopped(error: BaseException, future: Future[Any], nodes: Sequence[Node]) -> None:
+    """Stops a call, unless it has ended. The message of Ctrl-C then says on which hosts."""
     future.cancel()
-    vars(error)["stopped"] = f"stopped on {', '.join(node.name for node in nodes)}"
+    if isinstance(error, KeyboardInterrupt):
+        vars(error)["stopped"] = f"stopped on {', '.join(node.name for node in nodes)}"

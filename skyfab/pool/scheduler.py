@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.pack import PackedCall, PackedFunction
 from skyfab.calls.results import deliver, unpack_result
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
@@ -26,7 +27,6 @@ from skyfab.protocol import codec, messages
 from skyfab.protocol.mux import SMALL
 from skyfab.session.reader import refuse_to_wait
 from skyfab.session.replies import Reply
-from skyfab.session.signals import SIGNAL_GUARD
 
 NOT_TAKEN: Final = object()
 """The call was not made on the fast path: it must be queued."""
@@ -174,7 +174,6 @@ class Scheduler:
         if arguments.buffers or len(arguments.data) > SMALL or call.function.payload.buffers:
             return NOT_TAKEN
         refuse_to_wait()
-        SIGNAL_GUARD.wrap()
         with SIGNAL_GUARD:  # only the wait for the reply can be interrupted, so a reserved slot is always released
             slot = self._reserve()
             if slot is None:
@@ -187,6 +186,12 @@ class Scheduler:
                 slot.node.call(slot.worker, slot.spec, call, caller=reply)
                 slot.node.session.read_until_there(reply)
                 message, buffers = reply.wait()
+                if isinstance(message, messages.Ended) and message.why == "unstarted":
+                    # The queue starts it again, with a start and an end of its own.
+                    ended(CallCancelled("its worker exited before the call started"))
+                    return NOT_TAKEN
+                label, untrusted = call.label, self.untrusted
+                result = unpack_result(message, buffers, host=host, rank=None, label=label, untrusted=untrusted)
             except BaseException as error:
                 if not reply.stream:  # it was not sent
                     self._release(slot)
@@ -198,17 +203,8 @@ class Scheduler:
                 if ended is not None:
                     ended(CallCancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error)
                 raise
-        try:
-            if isinstance(message, messages.Ended) and message.why == "unstarted":
-                # The queue starts it again, with a start and an end of its own.
-                ended(CallCancelled("its worker exited before the call started"))
-                return NOT_TAKEN
-            result = unpack_result(message, buffers, host=host, rank=None, label=call.label, untrusted=self.untrusted)
-        except BaseException as error:
-            ended(error)
-            raise
-        ended(None)
-        return result
+            ended(None)
+            return result
 
     def _reserve(self) -> Slot | None:
         """An idle slot; None if there is none or calls are queued. It must be released."""
@@ -232,7 +228,6 @@ class Scheduler:
 
     def add(self, task: Task) -> None:
         """Runs the task as soon as a slot is free."""
-        SIGNAL_GUARD.wrap()
         with SIGNAL_GUARD:
             task.enter(self)
             with self._lock:

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Final
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.errors import HostLost, SkyfabError
 from skyfab.inventory.host import Host
 from skyfab.protocol import VERSION
@@ -18,7 +19,6 @@ from skyfab.protocol.messages import AgentHello, ClientHello, Message
 from skyfab.session.reader import Action, SharedReader, run
 from skyfab.session.reconnect import Joiner, Link, Reconnector, as_lost, close, close_later
 from skyfab.session.replies import Answer, Failure, Listener, PendingRequest, Replies
-from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.session.state import LEAVING, NEXT, State
 from skyfab.session.timing import Timing
 from skyfab.ssh.base import Stream

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.errors import PoolError, SkyfabError, UsageError
 
 S = TypeVar("S")
@@ -40,10 +41,11 @@ def for_each_host(action: Callable[[S], T], items: Sequence[S]) -> list[T | Rais
                 outcomes[place] = Raised(error)
 
     threads = [threading.Thread(target=work, daemon=True) for _ in range(min(len(items), _MOST))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    with SIGNAL_GUARD:  # a thread whose start is interrupted may never run
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            SIGNAL_GUARD.allow(thread.join)
     return [outcomes[place] for place in range(len(items))]
 
 

@@ -19,11 +19,11 @@ import traceback
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Final, Protocol
+from typing import Final, Protocol
 
+from skyfab._util.signals import SIGNAL_GUARD, SignalCame
 from skyfab.errors import UsageError
 from skyfab.session.replies import Reply
-from skyfab.session.signals import SIGNAL_GUARD, HandlerRan
 
 if sys.platform == "linux":  # calls wait for what `selectors` adds to it
     from select import EPOLLIN as _READABLE
@@ -60,11 +60,6 @@ def refuse_to_wait() -> None:
             "a callback cannot wait for a call: its thread is the one that reads replies",
             hint="start a thread for it, or use compute.submit(call) and its add_done_callback",
         )
-
-
-def _call(wait: Callable[[float], Any], seconds: float) -> Any:
-    """As `SIGNAL_GUARD.allow`, on the reader's thread, which runs no signal handlers."""
-    return wait(seconds)
 
 
 class Readable(Protocol):
@@ -198,10 +193,10 @@ class SharedReader:
         """
         refuse_to_wait()
         deadline = float("inf") if timeout is None else time.monotonic() + timeout
-        self._end_rest()
         SIGNAL_GUARD.wrap()
         handled = threading.Lock()
         with SIGNAL_GUARD:
+            self._end_rest()
             self._waits.add(handled)
             try:
                 while not done():
@@ -223,15 +218,14 @@ class SharedReader:
         self._callers.append(reply)
         try:
             if self._reading.acquire(blocking=False):
-                SIGNAL_GUARD.lend(self._reading)
                 try:
                     while self._connections and not reply.is_there:
-                        self._read_once(SIGNAL_GUARD.allow)
+                        self._read_once()
                     self._rest()
-                except HandlerRan:
+                except SignalCame:  # its handler runs in `block`, and may read
                     self._end_rest()
                 finally:
-                    SIGNAL_GUARD.release(self._reading)
+                    self._reading.release()
             if not reply.is_there:
                 reply.block()
                 self._rest()
@@ -269,7 +263,7 @@ class SharedReader:
                 if self._rests_until <= time.monotonic():
                     self._read_once()
 
-    def _read_once(self, wait: Callable[..., Any] = _call) -> None:
+    def _read_once(self) -> None:
         """Waits once for any connection to become ready, and handles what was received."""
         selector = self._selector
         assert selector is not None
@@ -278,7 +272,7 @@ class SharedReader:
             seconds = min(seconds, _RETRY)
         if seconds < 0 or self._woken:
             seconds = 0
-        for fd, _ in wait(selector.poll, seconds):
+        for fd, _ in SIGNAL_GUARD.poll(selector.poll, seconds):
             connection = self._owners.get(fd)
             if connection is not None:
                 self._serve(connection, connection.on_ready, fd)

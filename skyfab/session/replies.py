@@ -14,13 +14,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Literal, Protocol
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.errors import HostError, HostUnfit, ProtocolError
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import Assembly, split
 from skyfab.protocol.messages import AgentHello, Message
 from skyfab.protocol.mux import Mux
 from skyfab.session.lines import Lines
-from skyfab.session.signals import SIGNAL_GUARD
 
 _MEMORY: Final = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 """A host may not announce more data than this machine has memory."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Final
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.errors import HostLost, HostUnfit, ProtocolError
 from skyfab.protocol import messages
 from skyfab.protocol.frames import BYE, Buffer, frame
@@ -21,7 +22,6 @@ from skyfab.session.bootstrap import CONNECT, Bootstrap, cannot_run, check_agent
 from skyfab.session.connection import Connection
 from skyfab.session.reader import SharedReader, refuse_to_wait
 from skyfab.session.replies import Listener, Reply
-from skyfab.session.signals import SIGNAL_GUARD
 from skyfab.session.timing import Timing
 from skyfab.ssh.base import Stream, Transport
 from skyfab.ssh.logins import retry

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab._util.sizes import progress
 from skyfab.errors import located
 
@@ -251,17 +252,18 @@ class Events:
         if not self._subscribers:
             return
         me = threading.get_ident()
-        nested = me in emitting
-        emitting.add(me)
-        try:
-            for subscriber in self._subscribers:
-                try:
-                    subscriber(event)
-                except KeyboardInterrupt:  # Ctrl-C while it ran: for the program to handle
-                    raise
-                except BaseException:
-                    print(f"skyfab: a subscriber failed on {event!r}", file=sys.stderr)
-                    traceback.print_exc()
-        finally:
-            if not nested:
-                emitting.discard(me)
+        with SIGNAL_GUARD:  # views have locks, which other threads need
+            nested = me in emitting
+            emitting.add(me)
+            try:
+                for subscriber in self._subscribers:
+                    try:
+                        subscriber(event)
+                    except KeyboardInterrupt:  # Ctrl-C while it ran: for the program to handle
+                        raise
+                    except BaseException:
+                        print(f"skyfab: a subscriber failed on {event!r}", file=sys.stderr)
+                        traceback.print_exc()
+            finally:
+                if not nested:
+                    emitting.discard(me)

@@ -12,6 +12,7 @@ from stage.fakes import EndsTheProgram, FakeNode, packed, raised, result
 from stage.threads import at_once
 
 import skyfab as sky
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.pack import PackedCall, PackedFunction
 from skyfab.pool import scheduler as module
 from skyfab.pool.futures import CallFuture
@@ -19,7 +20,6 @@ from skyfab.pool.node import WorkerSpec
 from skyfab.pool.scheduler import NOT_TAKEN, Scheduler, Task
 from skyfab.protocol import codec, messages
 from skyfab.protocol.mux import SMALL
-from skyfab.session.signals import SIGNAL_GUARD
 
 PLAN = WorkerSpec(tree="", env={}, info={})
 CHANGED = WorkerSpec(tree="changed", env={}, info={})

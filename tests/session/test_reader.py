@@ -14,10 +14,10 @@ from stage.spot import until
 from stage.threads import at_once, begin
 
 import skyfab as sky
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.protocol import messages
 from skyfab.session.reader import SharedReader
 from skyfab.session.replies import Reply
-from skyfab.session.signals import SIGNAL_GUARD
 
 
 class Pipe:

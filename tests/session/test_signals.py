@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, as_completed, wait
+from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
 import skyfab as sky
-from skyfab.session.signals import HandlerRan, SignalGuard
+from skyfab._util.signals import SignalCame, SignalGuard
 
 Handler = Callable[[int, FrameType | None], object]
 
@@ -99,23 +104,20 @@ def test_the_programs_handlers_are_restored() -> None:
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_a_lock_is_released_for_a_handler_that_may_need_it(guard: SignalGuard) -> None:
+def test_a_signal_ends_a_poll_and_is_handled_in_the_next_wait(guard: SignalGuard) -> None:
+    """The thread that polls holds a lock, which the handler may need."""
     lock, found = threading.Lock(), list[bool]()
     signal.signal(signal.SIGUSR1, lambda *_: found.append(lock.locked()))
     guard.wrap()
-    with guard, lock:
-        pass
-    lock.acquire()
     with guard:
-        guard.lend(lock)
-        with pytest.raises(HandlerRan):
-            guard.allow(lambda: signal.raise_signal(signal.SIGUSR1))
-        guard.release(lock)
-        assert (found, lock.locked()) == ([False], False)
-        lock.acquire()
-        guard.lend(lock)
-        guard.release(lock)
-        assert not lock.locked()
+        with lock:
+            with pytest.raises(SignalCame):
+                guard.poll(lambda: signal.raise_signal(signal.SIGUSR1))
+            with pytest.raises(SignalCame):  # it has not run yet
+                guard.poll(lambda: None)
+        guard.allow(lambda: None)
+        assert found == [False]
+        assert guard.poll(lambda: "read") == "read"
 
 
 # ---- with pools
@@ -214,3 +216,297 @@ def test_a_handler_may_close_the_pool(open_pool: Callable[..., sky.Compute], num
     finally:
         timer.join()
         signal.signal(number, before)
+
+
+# ---- nothing is lost, and nothing hangs
+
+
+@sky.function
+def sleep(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+@sky.function(retries=1)
+def queued(seconds: float) -> float:
+    """As `sleep`, but never on the fast path."""
+    time.sleep(seconds)
+    return seconds
+
+
+@pytest.fixture
+def raising() -> Iterator[None]:
+    """SIGUSR1 raises Stop."""
+    before = signal.signal(signal.SIGUSR1, lambda *_: stop())
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+class Interrupting:
+    """A lock. A signal comes as soon as the main thread has it."""
+
+    def __init__(self, lock: Any) -> None:
+        self._lock = lock
+        self.is_armed = True
+
+    def acquire(self, *arguments: Any) -> bool:
+        found: bool = self._lock.acquire(*arguments)
+        if self.is_armed and threading.current_thread() is threading.main_thread():
+            self.is_armed = False
+            signal.raise_signal(signal.SIGUSR1)
+        return found
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+WAITS: dict[str, Callable[[Future[Any]], object]] = {
+    "result": lambda future: future.result(),
+    "exception": lambda future: future.exception(),
+    "done": lambda future: future.done(),
+    "as_completed": lambda future: list(as_completed([future])),
+    "wait": lambda future: wait([future]),
+}
+
+
+@pytest.mark.usefixtures("raising")
+@pytest.mark.parametrize("how", WAITS)
+def test_a_future_stays_usable_whenever_a_handler_raises(open_pool: Callable[..., sky.Compute], how: str) -> None:
+    """The thread that resolves it takes the same lock."""
+    pool = open_pool()
+    future: Any = sleep(0.3) > pool
+    future._condition._lock = Interrupting(future._condition._lock)
+    with pytest.raises(Stop):
+        WAITS[how](future)
+    found: list[float] = []
+    other = threading.Thread(target=lambda: found.append(sleep(0) >> pool), daemon=True)
+    other.start()
+    other.join(30)
+    assert found == [0]
+    assert future.result(30) == 0.3
+
+
+@pytest.mark.parametrize("how", ["as_completed", "wait", "result"])
+def test_a_condition_is_released_for_a_handler(open_pool: Callable[..., sky.Compute], how: str) -> None:
+    """A handler that uses the future while the main thread waits for it finds it unlocked."""
+    pool, found = open_pool(), list[str]()
+    future: Any = sleep(1) > pool
+
+    def handle(*_: object) -> None:
+        thread = threading.Thread(target=lambda: found.append(repr(future.done())), daemon=True)
+        thread.start()
+        thread.join(10)
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        WAITS[how](future)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert found == ["False"]
+    assert future.result(0) == 1
+
+
+class Raises:
+    """Pickling it, or unpickling it, is interrupted by a signal."""
+
+    def __init__(self, *, late: bool) -> None:
+        self.late = late
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        if not self.late:
+            signal.raise_signal(signal.SIGUSR1)
+        return interrupt, (os.getpid(),)
+
+
+def interrupt(sender: int) -> str:
+    if sender != os.getpid():  # it was a result
+        signal.raise_signal(signal.SIGUSR1)
+    return "made"
+
+
+def make() -> Raises:
+    return Raises(late=True)
+
+
+@pytest.mark.usefixtures("raising")
+def test_an_exception_of_a_handler_is_not_one_of_pickling(open_pool: Callable[..., sky.Compute]) -> None:
+    pool, early = open_pool(), Raises(late=False)
+    identity = sky.function(lambda value: value)
+    uses = sky.function(lambda: early)
+    for attempt in (
+        lambda: identity(early) >> pool,
+        lambda: identity(early) > pool,
+        lambda: identity(early) @ pool,
+        lambda: pool.map(identity, [early]),
+        lambda: uses() >> pool,
+        lambda: pool.put(early),
+        lambda: sky.function(make)() >> pool,
+    ):
+        with pytest.raises(Stop):
+            attempt()
+    assert add(1, 1) >> pool == 2
+
+
+class Interrupted(Exception):
+    pass
+
+
+KINDS: dict[str, Callable[[sky.Compute, Path], object]] = {
+    "fast": lambda pool, _: sleep(60) >> pool,
+    "queued": lambda pool, _: queued(60) >> pool,
+    "broadcast": lambda pool, _: sleep(60) @ pool,
+    "result": lambda pool, _: (sleep(0.01) > pool).result(),
+    "gather": lambda pool, _: sky.gather(sleep(60), sleep(60), sleep(60)) >> pool,
+    "stream": lambda pool, _: list(sky.gather(sleep(60), sleep(60), stream=True) >> pool),
+    "unordered": lambda pool, _: list(sky.gather(sleep(60), sleep(60), stream=True, ordered=False) >> pool),
+    "as_completed": lambda pool, _: list(as_completed([sleep(0.01) > pool for _ in range(5)])),
+    "map": lambda pool, _: pool.map(sleep, [60] * 20),
+    "upload": lambda pool, folder: pool.upload(folder / "large", to=folder / "there"),
+    "download": lambda pool, folder: pool.download(folder / "large", to=folder / "back"),
+    "open and close": lambda pool, _: sky.Compute("local", ui="none").open().close(),
+}
+
+
+@pytest.mark.parametrize("ctrl_c", [True, False], ids=["ctrl-c", "exception"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_wait_can_be_interrupted(
+    open_pool: Callable[..., sky.Compute], tmp_path: Path, kind: str, ctrl_c: bool
+) -> None:
+    """What was waited for is stopped, and the pool is as before."""
+    pool, expected = open_pool(ui="plain", slots=2), KeyboardInterrupt if ctrl_c else Interrupted
+    (tmp_path / "large").write_bytes(os.urandom(1 << 20))
+
+    def handle(*_: object) -> None:
+        raise expected
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        for delay in (0.02, 0.3, 0.05):
+            timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
+            with pytest.raises(expected):  # noqa: PT012
+                timer.start()
+                while True:
+                    KINDS[kind](pool, tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    began = time.monotonic()
+    assert pool.map(sleep, [0.0] * 4) == [0.0] * 4
+    assert sleep(0) @ pool == [0]
+    assert time.monotonic() - began < 30, "it waited for what was interrupted"
+
+
+def alarms(pool: sky.Compute, signals: int, actions: Sequence[Callable[[], object]]) -> None:
+    """Alarms at random moments of calls, beside 8 threads of calls. None of them fails or hangs."""
+    seed = random.randrange(10**9)
+    print(f"seed {seed}")
+    chance, over, trouble, made = random.Random(seed), threading.Event(), list[str](), [0] * 8
+    handlers: Sequence[Callable[[], object]] = (stop, lambda: None, lambda: add(1, 1) >> pool)
+    count = 0
+
+    def handle(*_: object) -> None:
+        nonlocal count
+        count += 1
+        signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0005, 0.02))
+        chance.choice(handlers)()
+
+    def innocent(place: int) -> None:
+        while not over.is_set():
+            try:
+                assert add(place, 1) >> pool == place + 1
+                made[place] += 1
+            except BaseException as error:
+                trouble.append(repr(error))
+
+    threads = [threading.Thread(target=innocent, args=(place,), daemon=True) for place in range(8)]
+    before = signal.signal(signal.SIGALRM, handle)
+    for thread in threads:
+        thread.start()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.01)
+        while count < signals:
+            try:
+                while count < signals:
+                    chance.choice(actions)()
+            except Stop:
+                pass
+            except BaseException as error:
+                trouble.append(f"main: {error!r}")
+    finally:
+        signal.signal(signal.SIGALRM, signal.SIG_IGN)
+        over.set()
+        for thread in threads:
+            thread.join(60)
+        signal.signal(signal.SIGALRM, before)
+    assert not trouble
+    assert not [thread for thread in threads if thread.is_alive()]
+    assert all(made)
+    assert all(node.lost is None for node in pool.hosts)
+    assert [(add(n, 1) > pool).result(60) for n in range(20)] == list(range(1, 21))
+    assert all(not slot.tasks for slot in pool._scheduler._slots)
+
+
+def actions_on(pool: sky.Compute, folder: Path) -> Sequence[Callable[[], object]]:
+    def check(found: object, expected: object) -> None:
+        assert found == expected
+
+    def upload() -> None:
+        pool.upload(folder / "small", to=folder / "there")
+
+    def download() -> None:
+        pool.download(folder / "small", to=folder / "back")
+
+    (folder / "small").write_bytes(b"content")
+    return (
+        lambda: check(add(2, 3) >> pool, 5),
+        lambda: check(queued(0.001) >> pool, 0.001),
+        lambda: check(add(2, 3) @ pool, [5] * pool.world_size),
+        lambda: check((add(2, 3) > pool).result(), 5),
+        lambda: check(pool.map(add, range(9), range(9)), [*range(0, 18, 2)]),
+        lambda: check(sky.gather(add(1, 1), add(2, 2)) >> pool, (2, 4)),
+        lambda: check(sorted(sky.gather(add(1, 1), add(2, 2), stream=True, ordered=False) >> pool), [2, 4]),
+        lambda: check({future.result() for future in as_completed([add(n, 1) > pool for n in range(3)])}, {1, 2, 3}),
+        lambda: check(len(wait([add(n, 1) > pool for n in range(3)]).done), 3),
+        upload,
+        download,
+    )
+
+
+def test_alarms_at_random_moments(open_pool: Callable[..., sky.Compute], tmp_path: Path) -> None:
+    pool = open_pool(slots=3)
+    alarms(pool, 150, actions_on(pool, tmp_path))
+
+
+@pytest.mark.soak
+def test_ten_thousand_alarms(open_pool: Callable[..., sky.Compute], tmp_path: Path) -> None:
+    pool = open_pool(count=2, slots=2, ui="plain")
+    alarms(pool, 10_000, actions_on(pool, tmp_path))
+
+
+@pytest.mark.soak
+@pytest.mark.torch
+def test_ten_thousand_alarms_with_a_device(open_pool: Callable[..., sky.Compute], tmp_path: Path) -> None:
+    import torch
+
+    pool = open_pool(slots=2)
+    device = pool.device("cpu")
+    ones = torch.ones(8, device=device)
+    total = sky.function(lambda tensor: float(tensor.sum()))
+
+    def compute() -> None:
+        assert float((ones + 1).sum()) == 16
+
+    def fetch() -> None:
+        assert sky.fetch(ones * 3).result().tolist() == [3.0] * 8
+
+    def call() -> None:
+        assert total(ones * 2) >> pool == 16
+
+    alarms(pool, 10_000, (*actions_on(pool, tmp_path), compute, fetch, call, compute, fetch, call))
+    assert float(ones.sum()) == 8

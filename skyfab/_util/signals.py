@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import signal
 import threading
+import traceback
 from _signal import getsignal  # type: ignore[import-not-found]  # without enums: 15 times as fast
 from collections.abc import Callable
+from concurrent.futures import Future
 from types import FrameType
 from typing import Any, Final, TypeVar
 
@@ -23,8 +25,8 @@ _SIGNALS: Final = sorted(number for number in signal.valid_signals() if number <
 """Not the real-time signals, which few programs use and macOS lacks: every call looks at the handlers of all these."""
 
 
-class HandlerRan(BaseException):
-    """Ends a wait for which a lock was lent: a signal handler has run without that lock."""
+class SignalCame(BaseException):
+    """Ends a wait in `SignalGuard.poll`."""
 
 
 class SignalGuard:
@@ -35,8 +37,7 @@ class SignalGuard:
         """How many blocks the main thread is inside. Only that thread changes it."""
         self._missed: dict[int, tuple[Handler, FrameType | None]] = {}
         """The signals that came inside a block, each with its handler."""
-        self._lent: threading.Lock | None = None
-        """Released before a handler runs: see `lend`."""
+        self._is_polling = False
         self._users = 0
         self._seen: list[Any] = []
         """The handlers of all signals, as they were when last wrapped."""
@@ -77,51 +78,46 @@ class SignalGuard:
 
     def __exit__(self, *_: object) -> None:
         if threading.get_ident() == MAIN:
-            self._depth = max(0, self._depth - 1)  # 0 already if a handler raised as `allow` began
+            self._depth -= 1
             if self._missed and not self._depth:
                 self._deliver()
 
-    def allow(self, wait: Callable[..., T], *arguments: float) -> T:
+    def allow(self, wait: Callable[..., T], *arguments: Any) -> T:
         """Calls `wait` inside a block: until it returns, the main thread handles signals immediately."""
         if threading.get_ident() != MAIN:
             return wait(*arguments)
-        depth, self._depth = self._depth, 0
+        depth = self._depth
         try:
+            self._depth = 0
             if self._missed:
                 self._deliver()
             return wait(*arguments)
         finally:
             self._depth = depth
 
-    def lend(self, lock: threading.Lock) -> None:
-        """The main thread holds this lock while it waits in `allow`. A handler that runs there may need what it locks.
+    def poll(self, wait: Callable[..., T], *arguments: Any) -> T:
+        """As `allow`, with a lock that a handler may need: raises SignalCame, and the handler runs in the next `allow`.
 
-        Then the lock is released, and `allow` raises HandlerRan after the handler.
+        Nothing may be lost if that is raised as `wait` returns.
         """
-        if threading.get_ident() == MAIN:
-            self._lent = lock
-
-    def release(self, lock: threading.Lock) -> None:
-        """Releases a lock that was lent, unless that was done for a handler."""
-        lent = self._lent
-        if threading.get_ident() == MAIN:
-            self._lent = None
-            if lent is None:
-                return
-        lock.release()
+        if threading.get_ident() != MAIN:
+            return wait(*arguments)
+        try:
+            self._is_polling = True
+            if self._missed:
+                raise SignalCame
+            return wait(*arguments)
+        finally:
+            self._is_polling = False
 
     def handle(self, handler: Handler, number: int, frame: FrameType | None) -> None:
         """A signal came."""
-        lent = self._lent
-        if self._depth:
-            self._missed[number] = (handler, frame)
-        elif lent is None:
+        if not self._depth:
             handler(number, frame)
-        else:
-            self._lent = None
-            lent.release()
-            handler(number, frame)
-            raise HandlerRan
+            return
+        self._missed[number] = (handler, frame)
+        if self._is_polling:
+            raise SignalCame
 
     def _deliver(self) -> None:
         while self._missed:  # what one that raises leaves is delivered at the end of the next block
@@ -142,3 +138,63 @@ class _Deferred:
 
 
 SIGNAL_GUARD: Final = SignalGuard()
+
+
+def is_from_handler(error: BaseException) -> bool:
+    """Whether a signal handler of the program raised it, and not the code that it interrupted."""
+    return any(frame.f_code is SignalGuard.handle.__code__ for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
+class GuardedCondition:
+    """A condition whose lock the main thread holds only in a block of SIGNAL_GUARD; handlers run while it waits.
+
+    One of Python's own stays locked if a handler raises in one of its methods: then whoever notifies waits for ever.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._waiting: list[threading.Lock] = []
+
+    def acquire(self) -> None:
+        SIGNAL_GUARD.wrap()
+        SIGNAL_GUARD.__enter__()
+        self._lock.acquire()
+
+    def release(self, *_: object) -> None:
+        self._lock.release()
+        SIGNAL_GUARD.__exit__()
+
+    __enter__, __exit__ = acquire, release
+
+    def wait(self, timeout: float | None = None) -> bool:
+        waiting = threading.Lock()
+        waiting.acquire()
+        self._waiting.append(waiting)
+        self._lock.release()
+        try:
+            return SIGNAL_GUARD.allow(waiting.acquire, True, -1 if timeout is None else max(0, timeout))
+        finally:
+            self._lock.acquire()
+            if waiting in self._waiting:
+                self._waiting.remove(waiting)
+
+    def notify_all(self) -> None:
+        while self._waiting:
+            self._waiting.pop().release()
+
+
+class GuardedFuture(Future[Any]):
+    """A future that threads of ours resolve: a handler that raises in a wait for it cannot stop them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._condition: Any = GuardedCondition()
+        self._waiters: list[Any] = _Waiters()
+
+
+class _Waiters(list[Any]):
+    """Those of `concurrent.futures.wait` and `as_completed`, which are notified in the same way."""
+
+    def append(self, waiter: Any) -> None:
+        vars(waiter.event)["_cond"] = GuardedCondition()
+        super().append(waiter)

@@ -55,7 +55,6 @@ from skyfab.pool.workdir import Workdirs
 from skyfab.protocol import codec
 from skyfab.providers.base import Provider
 from skyfab.session.ask import Asker
-from skyfab.session.fanout import meanwhile
 from skyfab.session.timing import Timing
 from skyfab.ui import failure
 from skyfab.ui.display import attach as attach_view
@@ -248,8 +247,7 @@ class Compute(ShownAsTable):
         chosen = self._choice.choose(self.events)
         self._images.add(chosen)
         nodes = self._nodes.make_nodes(chosen, self.inventory, self._choice.reach)
-        with meanwhile(self._sync.read_ahead):
-            open_all(nodes, self.events, failed=lambda node: self._images.failed(node.host))
+        open_all(nodes, self.events, lambda node: self._images.failed(node.host), self._sync.read_ahead)
         return nodes
 
     def close(self) -> None:

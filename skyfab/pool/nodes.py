@@ -27,7 +27,7 @@ from skyfab.pool.workdir import Workdirs
 from skyfab.protocol import messages
 from skyfab.session.bootstrap import Bootstrap
 from skyfab.session.bundle import bundle
-from skyfab.session.fanout import for_each_host, one_error, results_of
+from skyfab.session.fanout import for_each_host, meanwhile, one_error, results_of
 from skyfab.session.reader import SharedReader
 from skyfab.session.replies import Reply
 from skyfab.session.session import Session
@@ -158,10 +158,12 @@ def named(nodes: Sequence[Node], name: str) -> Node:
     raise UsageError(f"no host {name!r} in this pool", hint=f'on is "one", "all", "head" or one of: {names}')
 
 
-def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], None]) -> None:
+def open_all(
+    nodes: Sequence[Node], events: Events, failed: Callable[[Node], None], also: Callable[[], None] = lambda: None
+) -> None:
     """Opens every node's session. Raises the one failure, or a PoolError with all of them, and then leaves none open.
 
-    `failed` is called with each node as soon as it fails.
+    `failed` is called with each node as soon as it fails, `also` on another thread.
     """
     make_room(len(nodes))
     errors: dict[int, Exception] = {}
@@ -183,7 +185,8 @@ def open_all(nodes: Sequence[Node], events: Events, failed: Callable[[Node], Non
     for node in nodes:
         events.emit(HostState(host=node.name, state="connecting"))
     try:
-        results_of(for_each_host(enter, nodes))
+        with meanwhile(also):
+            results_of(for_each_host(enter, nodes))
     except BaseException:  # Ctrl-C: also stops those that are still connecting
         close_all(nodes)
         raise
@@ -213,7 +216,7 @@ def close_all(nodes: Sequence[Node]) -> None:
     """Terminates every process of the pool on every host. If interrupted, leaves that to the hosts."""
     try:
         results_of(for_each_host(Node.close, nodes))
-    except KeyboardInterrupt:
+    except BaseException:
         atexit.register(end_all)
         raise
 

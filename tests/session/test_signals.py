@@ -407,14 +407,18 @@ def alarms(pool: sky.Compute, signals: int, actions: Sequence[Callable[[], objec
     seed = random.randrange(10**9)
     print(f"seed {seed}")
     chance, over, trouble, made = random.Random(seed), threading.Event(), list[str](), [0] * 8
-    handlers: Sequence[Callable[[], object]] = (stop, lambda: None, lambda: add(1, 1) >> pool)
-    count = 0
+    count, may_raise = 0, False
 
     def handle(*_: object) -> None:
-        nonlocal count
+        nonlocal count, may_raise
         count += 1
         signal.setitimer(signal.ITIMER_REAL, chance.uniform(0.0005, 0.02))
-        chance.choice(handlers)()
+        kind = chance.choice(["raises", "returns", "calls"])
+        if kind == "raises" and may_raise:
+            may_raise = False
+            raise Stop
+        if kind == "calls":
+            add(1, 1) >> pool
 
     def innocent(place: int) -> None:
         while not over.is_set():
@@ -432,8 +436,9 @@ def alarms(pool: sky.Compute, signals: int, actions: Sequence[Callable[[], objec
         signal.setitimer(signal.ITIMER_REAL, 0.01)
         while count < signals:
             try:
-                while count < signals:
-                    chance.choice(actions)()
+                may_raise = True
+                chance.choice(actions)()
+                may_raise = False
             except Stop:
                 pass
             except BaseException as error:

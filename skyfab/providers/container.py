@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import secrets
 import select
 import shutil
@@ -27,11 +28,13 @@ from skyfab.providers.engine import Engine, last_words
 _KEEP: Final = read("providers/container_set.sh")
 _SERVE: Final = read("providers/container.sh")
 _INSTALL: Final = read("providers/install.sh")
-_WITH_SSHD: Final = "localhost/skyfab-sshd"
+_WITH_SSHD: Final = "localhost/skyfab-with-sshd"
 """Name of the images that were given an sshd; their tags are the ids of the images that had none."""
 _START: Final = 120.0
 """Seconds for containers to start."""
-_INSTALLATION: Final = 900.0
+_INSTALLATION: Final = "900"
+_NEEDED: Final = re.compile("--(ulimit|network|net|dns|add-host|security-opt|runtime|cgroups|platform)=|--privileged$")
+"""Options that a container may need in order to start, and of which an image that is made of it keeps nothing."""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -83,7 +86,7 @@ class Container(Provider):
             made.close()
 
     def _serve(self, engine: Engine, tell: Tell) -> list[Host]:
-        made = self._keep(engine, self.nodes)
+        made = self._keep(engine, self.nodes, [*engine.gpus(self.gpus), *self.options])
         key = made.folder / "key"
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "skyfab", "-f", str(key)], check=True)
         made.begin(_SERVE, key.with_name("key.pub").read_text().strip())
@@ -109,10 +112,10 @@ class Container(Provider):
             for node in made.nodes
         ]
 
-    def _keep(self, engine: Engine, count: int) -> _ContainerSet:
+    def _keep(self, engine: Engine, count: int, options: Sequence[str]) -> _ContainerSet:
         limits = [f"--cpus={self.cpus}"] if self.cpus is not None else []
         limits += [f"--memory={self.memory}"] if self.memory is not None else []
-        self._set = _ContainerSet(engine, count, [*limits, *engine.gpus(self.gpus), *self.options])
+        self._set = _ContainerSet(engine, count, [*limits, *options])
         return self._set
 
     def _find(self, engine: Engine, tell: Tell) -> tuple[str, str]:
@@ -131,19 +134,23 @@ class Container(Provider):
         return (f"{_WITH_SSHD}:{source}" if source in listed.result().stdout.split() else self.image), source
 
     def _add_sshd(self, engine: Engine, source: str, tell: Tell) -> None:
-        """Makes an image of a container in which sshd was installed. Raises HostUnfit if it cannot be installed."""
+        """Makes an image of a container in which sshd was installed. Raises HostUnfit if it cannot be installed.
+
+        The image keeps that container's variables and labels: it has none of the user's, and no proxy.
+        """
         tell(f"{self.image} has no sshd: it is installed once, which makes the image {_WITH_SSHD}")
-        made = self._keep(engine, 1)
-        made.begin(_INSTALL, "")
-        try:
-            made.run(self.image, _INSTALLATION)
-        except HostUnfit as error:
-            reason = error.message.partition(": ")[2]
+        for_run, for_exec, for_commit = engine.proxies()
+        made = self._keep(engine, 1, [*for_run, *filter(_NEEDED.match, self.options)])
+        made.begin('echo "$0 waits"; cat >/dev/null', "")
+        made.run(self.image, _START)
+        container = made.container(made.nodes[0])
+        done = engine.try_run("exec", *for_exec, container, "timeout", _INSTALLATION, "sh", "-c", _INSTALL)
+        if done.returncode:
             raise HostUnfit(
-                f"{self.image} has no sshd, and installing one failed: {reason}",
+                f"{self.image} has no sshd, and installing one failed: {last_words(done.stderr)}",
                 hint="use an image that has one (Debian, Fedora: openssh-server), or check the network",
-            ) from None
-        engine.run("commit", "--pause=false", made.container(made.nodes[0]), f"{_WITH_SSHD}:{source}")
+            )
+        engine.run("commit", "--pause=false", *for_commit, container, f"{_WITH_SSHD}:{source}")
         self.stop()
 
 

@@ -15,6 +15,8 @@ _ENGINES: Final = ("podman", "docker")
 _CDI: Final = ("/etc/cdi", "/var/run/cdi")
 """Folders in which podman finds what belongs to a GPU."""
 _AMD: Final = ("/dev/kfd", "/dev/dri")
+_KINDS: Final = ("http_proxy", "https_proxy", "ftp_proxy", "no_proxy", "all_proxy")
+_PROXIES: Final = (*_KINDS, *map(str.upper, _KINDS))
 
 
 class Engine:
@@ -45,6 +47,12 @@ class Engine:
     def try_run(self, *words: str) -> subprocess.CompletedProcess[str]:
         """Runs a command, whatever comes of it."""
         return run(self.program, *words)
+
+    def proxies(self) -> tuple[list[str], list[str], list[str]]:
+        """Options of `run`, `exec` and `commit`: only `exec` then has the proxies of this machine."""
+        if self.name == "podman":
+            return ["--http-proxy=false"], [f"--env={name}" for name in _PROXIES if name in os.environ], []
+        return [], [], [f"--change=ENV {name}=" for name in _PROXIES]
 
     def hint(self, said: str) -> str | None:
         """What to do about an error that the engine has printed."""

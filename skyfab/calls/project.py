@@ -107,7 +107,7 @@ class Project:
         digest = name_of(*(os.fsencode(f"{inner}\0{blob}\n") for inner, blob in pairs)) if pairs else ""
         if digest != self._tree.digest:
             self._tree = Tree(digest, pairs, {blob: Path(os.fsdecode(path)) for _, blob, path in files if blob})
-            _SENT[digest] = roots
+            SENT[digest] = roots
 
     def _find(self) -> tuple[dict[str, tuple[Entry, bytes]], list[str], set[str]]:
         """The files to send, by their paths in the tree; the folders of `sys.path` there; and the folders to watch."""
@@ -162,8 +162,8 @@ def _paths(number: int, include: _Include, entry: Entry, path: bytes, numbers: M
                 yield f"{other:03d}/{text(path[len(os.fsencode(root)) + 1 :])}"
 
 
-_SENT: Final[dict[str, Sequence[str]]] = {}
-"""The folders of `sys.path` of the trees that were sent, by digest."""
+SENT: Final[dict[str, Sequence[str]]] = {}
+"""The folders of `sys.path` of the trees that were sent, by digest; the last one read is the last one."""
 _LAID_OUT: Final[dict[str, dict[str, str]]] = {}
 """By host: folders there, and the folders here that were copied there."""
 _THERE: Final = re.compile(r'(?<=File ")[^"\n]*/trees/([0-9a-f]{64})/([0-9]{3})/')
@@ -188,7 +188,7 @@ def with_local_paths(trace: str, host: str) -> str:
 
 def _folder_here(found: re.Match[str]) -> str:
     """The folder on this machine that is this one in a tree on hosts; empty if that is not known."""
-    folders, number = _SENT.get(found[1], ()), int(found[2])
+    folders, number = SENT.get(found[1], ()), int(found[2])
     return f"{folders[number]}{os.sep}" if number < len(folders) else ""
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import sys
+from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli import report
@@ -24,12 +26,14 @@ def exec_(
     hosts: Hosts = None,
     inventory: InventoryFile = None,
     workdir: Workdir = "auto",
+    no_env: Annotated[bool, Option("without this project's environment, modules, setup lines and variables")] = False,
 ) -> int:
     """Run a shell command on every host.
 
     Runs it with /bin/sh in the working folder, where run and put keep the files of the current folder; on this machine,
-    in the current folder. As with ssh, the words after -- are joined with spaces: quote what the remote shell should
-    see. Exits with 1 if the command fails on a host.
+    in the current folder. Has the environment, modules, setup lines and variables of this project, as skyfab ssh has
+    them. As with ssh, the words after -- are joined with spaces: quote what the remote shell should see. Exits with 1
+    if the command fails on a host.
 
         skyfab exec -- uptime
         skyfab exec node1 node2 -- ls -l ckpt
@@ -38,7 +42,9 @@ def exec_(
     """
     from skyfab.cli.asking import asking
     from skyfab.cli.host_selection import selected
-    from skyfab.pool.workdir import Workdirs
+    from skyfab.cli.ssh import of_project
+    from skyfab.detached.written import current_folder
+    from skyfab.pool.workdir import Workdirs, last_run
     from skyfab.session.ask import Question
 
     line = " ".join(words)
@@ -46,11 +52,19 @@ def exec_(
         raise UsageError("no command to run", hint="put it after --: skyfab exec -- uptime")
     found, chosen = selected(hosts, inventory)
     folders = Workdirs(workdir)
+    here = Path(current_folder())
+    files = [folder / name for folder in (here, *here.parents) for name in ("pyproject.toml", "requirements.txt")]
+    is_project = not no_env and any(map(Path.is_file, [last_run(), *files]))  # the rest would take imports
+    shells = {host.name: of_project(host, line) for host in chosen} if is_project else {}
+    chosen = tuple(replace(host, setup=shells[host.name].setup) if host.name in shells else host for host in chosen)
     codes = {0}
     with asking(chosen, found, show=True) as asker:
 
         def run(host: Host) -> int:
             arguments = {"line": line, "workdir": folders.of(host).sent, "variables": dict(host.env)}
+            if shell := shells.get(host.name):
+                script = "shell=/bin/sh\n" + replace(shell, folder="", setup="").script()
+                arguments |= {"line": script, "variables": dict(shell.variables)}
             show = functools.partial(_show, asker.events)
             return asker.ask_one(Question("command", show, arguments), host)
 

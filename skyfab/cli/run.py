@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 import sys
@@ -74,7 +75,9 @@ def run(
         skyfab run --hosts=gpu --pip=torch,numpy --env=HF_TOKEN train.py
         skyfab run --hosts=gpu --ranks=2 experiment.py:main
     """
+    from skyfab._util.atomic import write
     from skyfab.calls.call import as_function
+    from skyfab.calls.project import SENT
     from skyfab.calls.script import perform
     from skyfab.cli.detach import broadcast, tell_how_to_attach
     from skyfab.cli.host_selection import selected
@@ -85,6 +88,7 @@ def run(
     from skyfab.detached.run import Run
     from skyfab.plugins.base import Torchrun
     from skyfab.pool.compute import Compute
+    from skyfab.pool.workdir import last_run
 
     script, function = _parsed(target, arguments, hosts)
     if not no_project:
@@ -110,6 +114,8 @@ def run(
         env=variables_of(env, env_file, settings),
         workdir=settings.workdir if workdir == "auto" else workdir,
     ) as compute:
+        with contextlib.suppress(OSError):
+            write(last_run(), next(reversed(SENT), ""))  # for `skyfab ssh` and `exec`
         started = as_function(perform)
         started.label = target
         folder = None

@@ -21,9 +21,10 @@ from skyfab.plugins.base import Plugin
 
 
 def image_of(
-    script: Path, given: ImageOptions, settings: ProjectSettings, hosts: Sequence[Host], *, no_project: bool
+    script: Path, given: ImageOptions | None, settings: ProjectSettings, hosts: Sequence[Host], *, no_project: bool
 ) -> Image:
-    """The image for a script on these hosts; says in a line where it comes from. Raises UsageError."""
+    """The image for a script on these hosts; unless `given` is None, says where it comes from. Raises UsageError."""
+    tell, given = given is not None, given or ImageOptions()
     image, source = given.image(), "the command line"
     if not given.name_packages and (found := _found(script, given, settings, hosts, no_project=no_project)):
         source, described = found
@@ -32,7 +33,7 @@ def image_of(
         image = replace(described, pip_indexes=(*extra, *described.pip_indexes), install=install)
         source += " and --with" if given.with_ else ""
     image = given.added_to(image)
-    if image.pip or image.lock or image.apt or image.python != "auto":
+    if tell and (image.pip or image.lock or image.apt or image.python != "auto"):
         print(f"environment: {_described(image)}, from {source}", file=sys.stderr)
     return replace(image, setup=settings.setup)
 

@@ -31,8 +31,8 @@ def ssh(
     """Open a shell on a host.
 
     Starts in the working folder, where run and put keep the files of the current folder, with the setup lines and
-    variables of a run, and with this project's environment first in PATH. Replaces itself with ssh, which prompts for
-    passwords. Exits with the shell's exit code.
+    variables of a run, with this project's environment first in PATH, and with the modules that the last run sent in
+    PYTHONPATH. Replaces itself with ssh, which prompts for passwords. Exits with the shell's exit code.
 
         skyfab ssh node1
         skyfab ssh node1 -- python -c 'import torch; print(torch.__version__)'
@@ -44,7 +44,9 @@ def ssh(
     if chosen.transport != "local" and shutil.which("ssh") is None:
         raise UsageError("ssh is not installed on this machine", hint="install the OpenSSH client")
     line = " ".join(words)
-    entrance = _of_run(run, chosen, found, line) if run else _of_project(chosen, line)
+    entrance = _of_run(run, chosen, found, line) if run else of_project(chosen, line)
+    if not entrance.programs and not entrance.otherwise:
+        print(f"{chosen.name}: this project has no environment", file=sys.stderr)
     argv = entrance.argv(found, terminal=sys.stdin.isatty())
     sys.stdout.flush()
     if chosen.transport == "local":
@@ -52,26 +54,25 @@ def ssh(
     os.execvp(argv[0], argv)
 
 
-def _of_project(host: Host, command: str) -> InteractiveShell:
-    """The folder and environment that `skyfab run` uses."""
-    from skyfab.cli.image_options import ImageOptions
+def of_project(host: Host, command: str) -> InteractiveShell:
+    """The folder, environment and modules that `skyfab run` uses."""
     from skyfab.cli.project_settings import ProjectSettings
     from skyfab.cli.run_environment import image_of, variables_of
     from skyfab.env.prepare import Preparation
-    from skyfab.pool.workdir import Workdirs
+    from skyfab.pool.workdir import Workdirs, last_run
     from skyfab.session.bootstrap import local_python
     from skyfab.session.interactive import InteractiveShell
 
     script = Path.cwd() / "main.py"  # need not be there: its folder counts
     settings = ProjectSettings.of(script)
-    image = image_of(script, ImageOptions(), settings, [host], no_project=False)
+    image = image_of(script, None, settings, [host], no_project=False)
     preparation = Preparation(image, [host], local_python())
     python = image.python if image.python.startswith("/") else host.python
+    otherwise = ""
     if python.startswith("/"):
-        programs, otherwise = posixpath.dirname(python), ""
+        programs = posixpath.dirname(python)
     elif preparation.is_empty:
         programs = posixpath.dirname(sys.executable) if host.transport == "local" else ""
-        otherwise = f"{host.name}: this project has no environment"
     else:
         programs = preparation.guess(host).rpartition("/")[0]
         hint = HINTS.adapted(f"skyfab run --hosts={host.name} builds it")
@@ -81,6 +82,7 @@ def _of_project(host: Host, command: str) -> InteractiveShell:
         folder=Workdirs(settings.workdir).of(host).sent or "~",
         programs=programs,
         otherwise=otherwise,
+        tree=last_run().read_text() if last_run().is_file() else "",
         setup="\n".join(filter(None, (host.setup, image.setup))),
         variables={**host.env, **image.env, **variables_of((), (), settings)},
         command=command,

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
+from skyfab._util.cache import cache_folder
 from skyfab.detached.written import current_folder, project
 from skyfab.errors import UsageError
 from skyfab.inventory.host import CHECKS, Host
@@ -42,3 +44,8 @@ class Workdirs:
         if host.transport == "local" and choice in ("auto", self._here):
             return Workdir(self._here, callers=True)
         return Workdir(project(self._here) if choice == "auto" else choice)
+
+
+def last_run() -> Path:
+    """The file that has the digest of the project tree of the last `skyfab run` in the current folder."""
+    return cache_folder() / "sent" / project(current_folder())

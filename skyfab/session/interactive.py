@@ -25,11 +25,13 @@ class InteractiveShell:
 
     host: Host
     folder: str
-    """The working folder: a path, or the name of a folder in the cache."""
+    """The working folder: a path, or the name of a folder in the cache; empty to stay where it is."""
     programs: str = ""
     """The folder that comes first on PATH, or ``env/DIGEST``."""
     otherwise: str = ""
     """What is said where that is not there."""
+    tree: str = ""
+    """The digest of the project tree whose folders are on PYTHONPATH."""
     setup: str = ""
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
     command: str = ""
@@ -41,7 +43,7 @@ class InteractiveShell:
         Values of variables are in no command line: a file takes them to the host, which the shell there deletes.
         """
         if self.host.transport == "local":
-            return ["/bin/sh", "-c", self._script("")]
+            return ["/bin/sh", "-c", self.script()]
         name = ""
         if self.variables:
             values = {"values": dict(self.variables)}
@@ -50,16 +52,18 @@ class InteractiveShell:
                 name = asker.ask_one(question, self.host)
             if not re.fullmatch("ssh-[0-9a-f]+", name):
                 raise ProtocolError("invalid reply to variables", host=self.host.name)
-        login = f"exec /bin/sh -c '{_LOGIN}' skyfab '{spelled(self._script(name))}'"
+        login = f"exec /bin/sh -c '{_LOGIN}' skyfab '{spelled(self.script(name))}'"
         return OpenSSH(self.host, inventory).by_hand(login, terminal=terminal)
 
-    def _script(self, variables: str) -> str:
+    def script(self, variables: str = "") -> str:
+        """The lines for a shell; `variables` is the file that has them."""
         return (
             given(
                 cache=self.host.cache,
                 folder=self.folder,
                 programs=self.programs,
                 otherwise=self.otherwise,
+                tree=self.tree,
                 variables=variables,
                 setup=self.setup,
                 command=self.command,

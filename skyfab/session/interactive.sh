@@ -2,10 +2,11 @@
 # Opens a shell of the user in a working folder, or runs a command there, with an environment first on PATH: skyfab ssh.
 # A login shell runs it, so that profiles have been read.
 #
-# Given by session/interactive.py: cache, the cache folder; folder, the working folder: a path, or a name in the cache;
-# programs, a folder for PATH, env/DIGEST, or empty; otherwise, what to say if that is not there; variables, a file in
-# the cache that is read once, or empty; setup, lines that run first; command, or empty for a shell.
-: "${cache?}" "${folder?}" "${programs?}" "${otherwise?}" "${variables?}" "${setup?}" "${command?}"
+# Given by session/interactive.py: cache, the cache folder; folder, the working folder: a path, a name in the cache, or
+# empty; programs, a folder for PATH, env/DIGEST, or empty; otherwise, what to say if that is not there; tree, the digest
+# of a project tree for PYTHONPATH, or empty; variables, a file in the cache that is read once, or empty; setup, lines
+# that run first; command, or empty for a shell. By cli/exec.py: shell, for the command, instead of the user's own.
+: "${cache?}" "${folder?}" "${programs?}" "${otherwise?}" "${tree?}" "${variables?}" "${setup?}" "${command?}"
 # shellcheck disable=SC2088 # the tilde itself is meant
 case $cache in
   /*) ;;
@@ -15,6 +16,7 @@ esac
 # shellcheck disable=SC2088 # the tilde itself is meant
 case $folder in
   /*) ;;
+  "") folder=.;;
   "~") folder=$HOME;;
   "~/"*) folder=$HOME/${folder#"~/"};;
   *)
@@ -43,7 +45,12 @@ if test -n "$programs"; then
 elif test -n "$otherwise"; then
   echo "$otherwise" >&2
 fi
-test -z "$command" || exec "${SHELL:-/bin/sh}" -c "$command"
+modules=
+for found in "$PWD/src" "$cache/trees/$tree"/[0-9]*; do
+  test -d "$found" && modules=${modules:+$modules:}$found
+done
+test -z "$modules" || export PYTHONPATH="$modules${PYTHONPATH:+:$PYTHONPATH}"
+test -z "$command" || exec "${shell:-${SHELL:-/bin/sh}}" -c "$command"
 case ${SHELL##*/} in
   bash)
     # .bashrc may put something else first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 from stage.index import Index, make_source
 from stage.projects import inventory, skyfab
+from stage.spot import until
 
 import skyfab as sky
 from skyfab.cli.image_options import ImageOptions
@@ -75,6 +77,57 @@ def test_a_line_names_what_was_built_from_source(run: Run, app: Path, index: Ind
     ran = run("--pip=lamp", "train.py")
     assert ran.returncode == 0, ran.stderr
     assert "node1: built from source on this machine: stone 2.0\n" in ran.stderr
+
+
+BOARD = """
+import argparse, http.server
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--logdir")
+    parser.add_argument("--port", type=int)
+    given = parser.parse_args()
+    http.server.HTTPServer(("127.0.0.1", given.port), http.server.SimpleHTTPRequestHandler).handle_request()
+"""
+
+
+@pytest.mark.slow
+def test_exec_and_ssh_have_the_environment_and_the_modules_of_the_last_run(run: Run, app: Path, index: Index) -> None:
+    """TensorBoard is started as docs/forward.md does it; this one ends after a request."""
+    info = "tensorboard-1.0.dist-info/entry_points.txt"
+    scripts = "[console_scripts]\ntensorboard = tensorboard:main\n"
+    index.add("tensorboard", "1.0", files={"tensorboard/__init__.py": BOARD, info: scripts})
+    settings = '[tool.skyfab]\nsetup = "export LEVEL=7"\nenv = { WORD = "two words" }\n'
+    pyproject(app, "shelf", "tensorboard", more=settings)
+    for path in ("src/own_app/__init__.py", "jobs/lib.py"):
+        (app / path).parent.mkdir(parents=True)
+        write(app / path, f"name = {path!r}\n")
+    write(app / "jobs" / "train.py", "import own_app, lib\n")
+
+    def typed(*words: str) -> subprocess.CompletedProcess[str]:
+        return skyfab(app, *words, inventory=app.parent / "inventory.toml")
+
+    not_yet = typed("exec", "node1", "--", "echo $WORD")
+    assert not_yet.stdout == "node1 two words\n", not_yet.stderr
+    assert "the environment of this project has not been built yet; skyfab run --hosts=node1 builds" in not_yet.stderr
+    ran = run("jobs/train.py")
+    assert ran.returncode == 0, ran.stderr
+    look = (
+        "cd / && python -c 'import shelf, own_app as o, lib; print(shelf.version, o.name, lib.name)'; echo $WORD $LEVEL"
+    )
+    seen = ["1.0 src/own_app/__init__.py jobs/lib.py", "two words 7"]
+    by_exec = typed("exec", "node1", "--", look)
+    assert (by_exec.stdout.splitlines(), by_exec.stderr) == ([f"node1 {line}" for line in seen], "")
+    by_ssh = typed("ssh", "node1", "--", look)
+    assert by_ssh.stdout.splitlines() == seen, by_ssh.stderr
+    bare = typed("exec", "--no-env", "node1", "--", "command -v tensorboard; echo _$WORD$PYTHONPATH$VIRTUAL_ENV")
+    assert bare.stdout == "node1 _\n", bare.stderr
+    page = (Path(__file__).parents[2] / "docs" / "forward.md").read_text()
+    (line,) = [line for line in page.splitlines() if line.startswith("$ skyfab exec node1 ")]
+    started = typed(*shlex.split(line)[2:])
+    assert (started.returncode, started.stdout, started.stderr) == (0, "", "")
+    fetch = """python -c 'import urllib.request as r; print(r.urlopen("http://127.0.0.1:6006").status)'"""
+    until(lambda: typed("exec", "node1", "--", fetch).stdout == "node1 200\n", "the board")
 
 
 def test_packages_of_a_script(run: Run, app: Path) -> None:

@@ -59,8 +59,7 @@ else:
 def printable(text: str) -> str:
     """Returns the text without colour sequences and with control characters escaped.
 
-    Parts of it may come from a host, and Python prints it unchanged: it must not control the terminal, nor the order
-    of letters.
+    Parts of it may come from a host, and Python prints it unchanged: it must not be able to control the terminal.
     """
     if text.isprintable():
         return text

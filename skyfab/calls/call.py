@@ -157,7 +157,7 @@ class Call(Generic[R]):
         raise TypeError(f"{self.function.label}(…) has not run: write {self.function.label}(…) >> compute")
 
     def __repr__(self) -> str:
-        return f"<call of {self.function.label}>"
+        return f"<call of {self.function.label}; to run it: call >> compute>"
 
 
 @dataclass(frozen=True, slots=True, eq=False)

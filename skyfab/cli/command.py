@@ -43,16 +43,16 @@ class Option:
     """All words after the argument before it are its values, also those that begin with a dash."""
 
 
-_HOSTS: Final = (
+HOSTS: Final = (
     "hosts, groups or tags of the inventory, node[1-4], !node3 or user@10.0.0.5:2222; separate several with commas"
 )
 _ALL: Final = "all hosts of the inventory; this machine if there is no inventory"
 Hosts = Annotated[
     str | None,
-    Option(_HOSTS, "HOSTS", default=_ALL, plain=True, joined=True),
+    Option(HOSTS, "HOSTS", default=_ALL, plain=True, joined=True),
 ]
 """Hosts, which may be named without ``--hosts=``."""
-NamedHosts = Annotated[str | None, Option(_HOSTS, "HOSTS", default=_ALL, joined=True)]
+NamedHosts = Annotated[str | None, Option(HOSTS, "HOSTS", default=_ALL, joined=True)]
 """Hosts of a command whose plain words are something else."""
 OneHost = Annotated[
     str | None,
@@ -61,7 +61,7 @@ OneHost = Annotated[
 RunHosts = Annotated[
     str | None,
     Option(
-        f"where to look for the run: {_HOSTS}",
+        f"where to look for the run: {HOSTS}",
         "HOSTS",
         default="all hosts of the inventory, and this machine",
         joined=True,

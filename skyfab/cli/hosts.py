@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Final
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from skyfab._util.hints import HINTS
 from skyfab.cli import report
@@ -60,7 +60,7 @@ def hosts(
     known, chosen = selected(hosts, inventory, quiet=json_)
     show = not json_ and is_rich(sys.stdout, sys.stderr)  # else the table is enough
     with asking(chosen, known, show=show) as asker:
-        found = [Facts.of(outcome) for outcome in asker.ask(SURVEY)]
+        found = [replace(Facts.of(outcome), slots=outcome.host.slots) for outcome in asker.ask(SURVEY)]
     if json_:
         report.print_json(found)
     else:
@@ -71,9 +71,9 @@ def hosts(
 def show_facts(found: Sequence[Facts]) -> None:
     """Prints a table of hosts, and on stderr what helps where one cannot be used."""
     from skyfab.inspect.columns import NAMES
-    from skyfab.ui.table import table
 
-    table(("host", "address", *NAMES), [facts.row for facts in found], right=("CPUs", "load"), optional=_OPTIONAL)
+    rows = [("host", "address", *NAMES), *(facts.row for facts in found)]
+    _print_table(rows, [facts.slots for facts in found], right=("slots", "CPUs", "load"), optional=_OPTIONAL)
     for facts in found:
         if facts.hint:
             print(HINTS.adapted(clean_lines(f"hint: {facts.name}: {facts.hint}")), file=sys.stderr)
@@ -82,7 +82,6 @@ def show_facts(found: Sequence[Facts]) -> None:
 def _show_source(source: str, hosts: str | None, *, as_toml: bool, as_json: bool) -> int:
     """Shows the hosts of a source, and on stderr what was skipped."""
     from skyfab.inventory.inventory import Inventory
-    from skyfab.ui.table import table
 
     found = Inventory.of(source)
     if as_toml and (hosts is not None or as_json):
@@ -99,8 +98,18 @@ def _show_source(source: str, hosts: str | None, *, as_toml: bool, as_json: bool
         )
     else:
         rows = [(one.name, _address(one), ", ".join(groups.get(one.name, []))) for one in chosen]
-        table(("host", "address", "groups"), rows)
+        _print_table([("host", "address", "groups"), *rows], [one.slots for one in chosen], right=("slots",))
     return 0
+
+
+def _print_table(rows: Sequence[tuple[str, ...]], slots: Sequence[int], **options: Any) -> None:
+    """Prints rows, of which the first has the titles; with a third column if a host has more than one slot."""
+    from skyfab.ui.table import table
+
+    if max(slots, default=1) > 1:
+        cells = ("slots", *map(str, slots))
+        rows = [(*row[:2], cell, *row[2:]) for row, cell in zip(rows, cells, strict=True)]
+    table(rows[0], rows[1:], **options)
 
 
 def _address(host: Host) -> str:
@@ -118,6 +127,7 @@ class Facts:
     platform: str | None = None
     cpus: int | None = None
     gpus: int | None = None
+    slots: int = 1
     survey: Survey | None = None
     error: str | None = None
     hint: str | None = None

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from skyfab.cli.command import Hosts, InventoryFile, Option, command
+from skyfab.cli.command import HOSTS, InventoryFile, Option, command
 from skyfab.errors import UsageError
 
 
 @command
 def trust(
-    hosts: Hosts = None,
+    hosts: Annotated[
+        str | None, Option(HOSTS, "HOSTS", default="all of the inventory", plain=True, joined=True)
+    ] = None,
     inventory: InventoryFile = None,
     known_hosts: Annotated[
         str | None, Option("the file to record them in", "FILE", default="the one that ssh uses")

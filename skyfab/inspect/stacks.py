@@ -16,7 +16,6 @@ from skyfab.session.ask import Question, Reply
 _STARTS: Final = re.compile(r"(^|[/ ])(skyfab/calls/script\.py|runpy(\.py|>))$")
 """Files that start a script."""
 _FRAME: Final = re.compile(r'^ *File "((?!<frozen importlib).*)", line ([0-9]{1,9}) in (.*)$', re.MULTILINE)
-"""A frame, but not those between an import and the module that it imports."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +69,7 @@ STACKS: Final = Question("stacks", _parse)
 
 
 def frames_of(text: str, host: str) -> tuple[Frame, ...]:
-    """The main thread's frames in faulthandler's output, which has it last; without the frames of skyfab.
+    """The main thread's frames in faulthandler's output, which has it last; without those of skyfab and of importlib.
 
     Files of the project are named as they are here, or in their folder: hosts have them in different places.
     """

@@ -36,7 +36,10 @@ def read(text: str, source: str) -> Contents:
         tables = toml.loads(text)
     except ValueError as error:
         hint = "put tables in [brackets], strings in quotes"
-        raise InventoryError(f"{source}: not valid TOML: {error}", hint=hint) from None
+        said = str(error)
+        if twice := re.match(r"Cannot declare \('(.*?)',?\) twice", said):
+            said = "[" + twice[1].replace("', '", ".") + "] is defined twice" + said[twice.end() :]
+        raise InventoryError(f"{source}: not valid TOML: {said}", hint=hint) from None
     mistakes = Mistakes(source)
     lines = functools.cache(lambda: _lines_by_key(text))
 

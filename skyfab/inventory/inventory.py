@@ -126,11 +126,13 @@ class Inventory(ShownAsTable):
         The first hop may have jump hosts of its own, which come before it.
         """
         chain: list[Host] = []
+        start = host.name
         while host.jump is not None and host.jump != "none":
             hops = [self._hop(word) for word in host.jump.split(",")]
             chain[:0] = hops
-            if len({hop.name for hop in chain}) < len(chain):
-                raise InventoryError(f"jump hosts form a loop through {host.name}", hint='end it with jump = "none"')
+            names = [start, *(hop.name for hop in reversed(chain))]
+            if len(set(names)) < len(names):
+                raise InventoryError(f"jump hosts form a loop: {' → '.join(names)}", hint='end it with jump = "none"')
             host = hops[0]
         return tuple(chain)
 

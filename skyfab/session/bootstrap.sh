@@ -37,11 +37,8 @@ if test -e "$c"; then
     *) test -O "$c" && r= || r="belongs to another user";;
   esac
   # The owner of a link can make it lead elsewhere at any time. Above the home folder none is checked, as in link.py.
-  q=${c%/}
-  while test -n "$q"; do
-    case $HOME/ in
-      "$q"/*) break;;
-    esac
+  q=${c%/} h=$HOME/
+  while test -n "$q" && test "${h#"$q"/}" = "$h"; do
     # shellcheck disable=SC2046 # the words of ls
     test -L "$q" && set -- $(ls -ldn "$q") && case $3 in
       0|"$(id -u)") ;;

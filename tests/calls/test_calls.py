@@ -792,7 +792,7 @@ def test_a_model_comes_back_trained_with_its_weights_still_tied(torch_pool: sky.
 
 def test_a_call_is_a_value_that_has_not_run() -> None:
     call = add(1)
-    assert repr(call) == "<call of add>"
+    assert repr(call) == "<call of add; to run it: call >> compute>"
     assert repr(add) == "<sky.function add>"
     assert add.fn(1) == 11
     with pytest.raises(TypeError, match="has not run: write add"):

@@ -227,6 +227,21 @@ def test_exec_says_who_failed_and_how(skyfab: Skyfab, command: str, how: str) ->
     assert skyfab("exec", "--hosts=local", "--", command) == (1, "", f"local: {how}\n")
 
 
+def test_exec_without_a_project_is_a_question_and_imports_nothing_of_pools_and_environments(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "skyfab", "exec", "local", "--", "true"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0 and "skyfab.session.ask" in done.stderr
+    assert not re.search(r"skyfab\.(env|plugins|calls|pool\.(compute|node))\b", done.stderr)
+
+
+def test_help_of_trust_names_no_default_that_fails(skyfab: Skyfab) -> None:
+    assert "this machine if there is no inventory" not in " ".join(skyfab("trust", "--help").out.split())
+
+
 def test_exec_goes_on_where_it_can(skyfab: Skyfab) -> None:
     code, out, err = skyfab("exec", f"--hosts={NOBODY},local", "--", "echo", "here")
     assert (code, out) == (3, "local here\n")

@@ -47,6 +47,16 @@ def test_a_source_is_shown_with_logins_and_groups(skyfab: Skyfab) -> None:
     assert listed == [{"name": "node1", "address": "ada@node1", "groups": ["gpu"]}]
 
 
+def test_slots_are_shown_if_a_host_has_more_than_one(skyfab: Skyfab) -> None:
+    Path("hostfile").write_text("node1 slots=4\nada@node2\n")
+    out = skyfab("hosts", "--from=hostfile").out
+    assert [line.split() for line in out.splitlines()] == [
+        ["host", "address", "slots", "groups"],
+        ["node1", "node1", "4"],
+        ["node2", "ada@node2", "1"],
+    ]
+
+
 @pytest.mark.parametrize(
     "text", [ANSIBLE, "node1 slots=4\nada@node2 slots=2\n", '[hosts."n[1-3]"]\n[groups]\ng = ["n1"]\n']
 )

@@ -58,6 +58,15 @@ def test_the_largest_variable_that_a_program_can_be_given_is_taken(open_pool: Ca
     assert as_a_program_sees_it() >> pool == 131_069
 
 
+def test_a_message_that_only_agents_send_is_refused_in_words() -> None:
+    refused: list[Exception] = []
+    handlers = Handlers.__new__(Handlers)
+    handlers._uploads = SimpleNamespace(fail=lambda stream, error: refused.append(error))  # type: ignore[assignment]
+    handlers.take(1, messages.Done().encode(), [])
+    assert [str(error) for error in refused] == ["a message 'done' is sent by agents, not to them"]
+    assert isinstance(refused[0], sky.ProtocolError)
+
+
 # ---- reasons
 
 

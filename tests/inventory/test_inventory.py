@@ -616,6 +616,11 @@ def test_what_is_not_toml_is_reported_with_its_line(text: str) -> None:
     assert error.hint
 
 
+def test_a_table_that_is_there_twice_is_named_as_in_the_file() -> None:
+    message = mistake("[hosts.node1]\n[hosts.node1]").message
+    assert message.startswith("inv.toml: not valid TOML: [hosts.node1] is defined twice (at line 2")
+
+
 def test_all_mistakes_are_reported_at_once_the_count_first_each_on_its_line() -> None:
     error = mistake("""
         [defaults]
@@ -774,7 +779,7 @@ def test_a_hop_of_the_inventory_keeps_its_key_and_identity() -> None:
 
 def test_a_circle_of_jumps_made_in_python_ends_in_an_error() -> None:
     a, b = Host(name="a", jump="b"), Host(name="b", jump="a")
-    with pytest.raises(InventoryError, match="loop"):
+    with pytest.raises(InventoryError, match="loop: a → b → a\n"):
         Inventory(hosts={"a": a, "b": b}).jump_chain(a)
 
 

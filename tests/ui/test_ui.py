@@ -784,6 +784,7 @@ def test_a_host_that_does_not_answer_counts_its_seconds_until_it_is_back(
     assert seen(stdout) == ["✓ node2 ready in 4.0 s"]
 
 
+NUMPY = "Failed to initialize NumPy: No module named"
 NOISE = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
 
 
@@ -801,7 +802,21 @@ def test_what_frameworks_say_at_their_start_is_not_shown(plain: Plain, stdout: R
         ("[W1116 10:00:00.1 socket.cpp:767] [c10d] The hostname of the client socket cannot be retrieved.", True),
         ("WARNING: All log messages before absl::InitializeLog() is called are written to STDERR", True),
         ("E0000 00:00:1731750000.123456    4242 cuda_dnn.cc:8310] Unable to register cuDNN factory", True),
-        *((line, False) for line in ("", "Warning: loss is nan", "[W] mine", "E1 failed", "Rank 0 is connected to 1")),
+        (f"/skyfab cache/torch/x.py:283: UserWarning: {NUMPY} 'numpy' (Triggered internally at /x.cpp:84.)", True),
+        ('  cpu = _conversion_method_template(device=torch.device("cpu"))', True),
+        (f"/x.py:3: UserWarning: {NUMPY} 'numba'", False),
+        *(
+            (line, False)
+            for line in (
+                "",
+                "  cpu = 1",
+                "/x.py:3: UserWarning: mine",
+                "Warning: loss is nan",
+                "[W] mine",
+                "E1 failed",
+                "Rank 0 is connected to 1",
+            )
+        ),
     ],
 )
 def test_noise(line: str, expected: bool) -> None:

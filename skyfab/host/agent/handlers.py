@@ -47,7 +47,10 @@ class Handlers:
     def take(self, stream: int, head: bytes, data: Data) -> None:
         message = messages.decode(head)
         try:
-            getattr(self, f"on_{message.op}")(stream, message, head, data)
+            handle = getattr(self, f"on_{message.op}", None)
+            if handle is None:
+                raise ProtocolError(f"a message {message.op!r} is sent by agents, not to them")
+            handle(stream, message, head, data)
         except Exception as error:
             self._uploads.fail(stream, error)
 

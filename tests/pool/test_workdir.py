@@ -150,7 +150,7 @@ def test_on_this_machine_files_lie_in_the_callers_folder(folder: Path, open_pool
 def test_a_second_pool_finds_on_the_host_what_the_first_has_written(folder: Path, remote: list[sky.Host]) -> None:
     with sky.Compute(remote[:1], ui="none") as compute:
         place = sky.function(write)("out/ckpt.pt", "x") >> compute
-    assert place.endswith(f"/.cache/skyfab/files/{project(str(folder))}")
+    assert place.endswith(f"{remote[0].cache.removeprefix('~')}/files/{project(str(folder))}")
     with sky.Compute(remote[:1], ui="none") as compute:
         assert sky.function(read)("out/ckpt.pt") >> compute == "x"
         assert sky.function(read)("out/ckpt.pt") @ compute == ["x"]
@@ -307,7 +307,7 @@ def test_a_pool_that_wrote_says_what_lies_where_and_how_to_fetch_it(
     (event,) = told(found)
     name = project(str(folder))
     assert str(event).startswith(
-        f"node1: wrote 1 file (5 bytes): out/ckpt.pt in ~/.cache/skyfab/files/{name}\n  to fetch: "
+        f"node1: wrote 1 file (5 bytes): out/ckpt.pt in {remote[0].cache}/files/{name}\n  to fetch: "
     )
     lax = ["-q", "-o", "StrictHostKeyChecking=no", "-o", "UserKnownHostsFile=/dev/null"]
     program, *words = shlex.split(event.fetch)

@@ -10,7 +10,7 @@ from skyfab._util.hints import HINTS
 from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
 from skyfab.cli.put import fetch_remembered
-from skyfab.errors import UsageError
+from skyfab.errors import HostError, PoolError, UsageError
 from skyfab.ui.terminal import clean, clean_lines, settled
 
 if TYPE_CHECKING:
@@ -41,8 +41,11 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
     """
     from skyfab.cli.host_selection import selected
     from skyfab.detached.run import survey
+    from skyfab.session.ask import Asker
 
-    found, errors = survey(*selected(hosts, inventory, quiet=json_, here=True))
+    known, chosen = selected(hosts, inventory, quiet=json_, here=True)
+    with Asker(chosen, known) as asker:
+        found, errors = survey(asker)
     if json_:
         report.print_json([facts_of(run) for run in found])
     elif found:
@@ -64,8 +67,8 @@ def show_runs(found: Sequence[Run]) -> None:
 
 def _row(run: Run) -> tuple[str, ...]:
     hosts = ", ".join(run.hosts)
-    if run.unasked:
-        hosts += f" (not asked: {', '.join(run.unasked)})"
+    for what, names in (("not asked", run.unasked), ("no answer", run.silent)):
+        hosts += f" ({what}: {', '.join(names)})" if names else ""
     state = f"{run.state}, {len(run.failed)} failed" if run.state == "running" and run.failed else run.state
     return (run.id[:8], state, _moment(run.started), str(run.world_size), _busy(run), hosts, run.name, run.last)
 
@@ -82,17 +85,20 @@ def facts_of(run: Run) -> dict[str, Any]:
         "failed": [rank for _, rank in run.failed],
         "hosts": run.hosts,
         "not_asked": run.unasked,
-        "gpus": {part.host: [{"percent": gpu.percent, "bytes": gpu.memory} for gpu in part.gpus] for part in run.parts},
+        "no_answer": run.silent,
+        "gpus": {
+            part.host: [{"percent": gpu.percent, "bytes": gpu.memory} for gpu in part.gpus or ()] for part in run.parts
+        },
         "last": run.last,
     }
 
 
 def _busy(run: Run) -> str:
     """How many GPUs its hosts have, and while it runs, how busy they are on average."""
-    usages = [gpu for part in run.parts for gpu in part.gpus]
+    usages = [gpu for part in run.parts for gpu in part.gpus or ()]
     known = [gpu.percent for gpu in usages if gpu.percent is not None]
     if run.state != "running" or not known:
-        return str(len(usages)) if usages else "–"
+        return "–" if any(part.gpus is None for part in run.parts) else str(len(usages))
     return f"{len(usages)} at {sum(known) / len(known):.0f} %"
 
 
@@ -116,18 +122,18 @@ def logs(
     """Print the output of a detached run.
 
     Merges the lines of all hosts by time, each with its host and rank. What a rank wrote to stderr is printed to
-    stderr.
+    stderr. Exits with 3 if a host does not answer, after the lines of the others.
 
         skyfab logs 3f2a91c0
         skyfab logs night -f --rank=0
         skyfab logs night --since=10m --timestamps
     """
-    from skyfab.detached.run import attach
+    from skyfab.detached.run import attached
 
     begin = _age(since)
-    found = attach(id_, hosts, inventory=inventory)
     try:
-        _print(found, timestamps=timestamps, follow=follow, rank=rank, tail=tail, since=begin)
+        with attached(id_, hosts, inventory=inventory) as found:
+            _print(found, timestamps=timestamps, follow=follow, rank=rank, tail=tail, since=begin)
     except KeyboardInterrupt:
         if not follow:
             raise
@@ -152,27 +158,38 @@ def attach(
 ) -> int:
     """Follow a detached run until it has ended.
 
-    Ctrl-C stops following, but not the run. Exits with 1 if the run failed, and shows why.
+    Ctrl-C stops following, but not the run. Exits with 1 if the run failed, and shows why. If it has ended on all hosts
+    that answer, exits with 3 instead of waiting for the others.
 
         skyfab attach 3f2a91c0
         skyfab attach night --tail=20
     """
-    from skyfab.detached.run import attach
+    from skyfab.detached.run import attached
 
     begin = _age(since)
-    found = attach(id_, hosts, inventory=inventory, results="data")  # a failure is only printed
-    try:
-        _print(found, timestamps=timestamps, follow=True, tail=tail, since=begin)
-    except KeyboardInterrupt:
-        print(HINTS.adapted(f"\nstill running; to stop it: skyfab stop {found.id[:8]}"), file=sys.stderr)
-        return 130
-    state = found.state
-    print(f"{clean(found.name, colour=False)}: {state}", file=sys.stderr)
-    for files in found.files():
-        print(clean_lines(str(files)), file=sys.stderr)
-    fetch_remembered(found)
-    if state in ("failed", "lost"):
-        found.result()
+    with attached(id_, hosts, inventory=inventory, results="data") as found:  # a failure is only printed
+        missing: SkyfabError | None = None
+        try:
+            _print(found, timestamps=timestamps, follow=True, tail=tail, since=begin)
+        except KeyboardInterrupt:
+            print(HINTS.adapted(f"\nstill running; to stop it: skyfab stop {found.id[:8]}"), file=sys.stderr)
+            return 130
+        except (HostError, PoolError) as error:
+            if not found.silent:
+                raise
+            missing = error
+        state = found.state
+        print(f"{clean(found.name, colour=False)}: {state}", file=sys.stderr)
+        for files in found.files():
+            print(clean_lines(str(files)), file=sys.stderr)
+        if missing is None:
+            fetch_remembered(found)
+        else:
+            print(report.text(missing), file=sys.stderr)
+        if state in ("failed", "lost"):
+            found.result() if missing is None else found.raise_failure()
+    if missing is not None:
+        return 3
     if state == "done":
         print(f'to get the result: skyfab.attach("{found.id[:8]}").result()', file=sys.stderr)
     return 0 if state == "done" else 1
@@ -233,11 +250,11 @@ def stop(id_: RunName, hosts: RunHosts = None, inventory: InventoryFile = None) 
 
         skyfab stop 3f2a91c0
     """
-    from skyfab.detached.run import attach
+    from skyfab.detached.run import attached
 
-    found = attach(id_, hosts, inventory=inventory)
-    if found.has_ended:
-        print(f"{found.id[:8]} {clean(found.name, colour=False)} has already ended: {found.state}")
-        return
-    found.stop()
-    print(f"{found.id[:8]}  {found.status}  {clean(found.name, colour=False)}")
+    with attached(id_, hosts, inventory=inventory) as found:
+        if found.has_ended:
+            print(f"{found.id[:8]} {clean(found.name, colour=False)} has already ended: {found.state}")
+            return
+        found.stop()
+        print(f"{found.id[:8]}  {found.status}  {clean(found.name, colour=False)}")

@@ -67,8 +67,8 @@ class Part:
     """The name of the pool that its workers belong to."""
     last: str = ""
     """The last line that a rank wrote on this host."""
-    gpus: tuple[Usage, ...] = ()
-    """Of each GPU of the host."""
+    gpus: tuple[Usage, ...] | None = None
+    """Of each GPU of the host; None if that was not asked."""
     files: tuple[Written, ...] = ()
     """Files that it has written to persistent working folders; known once it has ended."""
     failed: Mapping[str, float] = field(default_factory=dict)
@@ -92,7 +92,7 @@ def question(run: str = "", *, ended: int | None = None, gpus: bool = False) -> 
 
 def _parse(host: Host, replies: Iterator[Reply]) -> list[Part]:
     found: list[Part] = []
-    gpus: tuple[Usage, ...] = ()
+    gpus: tuple[Usage, ...] | None = None
     for reply in replies:
         if "gpus" in reply.value:
             gpus = schema.parse(tuple[Usage, ...], reply.value["gpus"])

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from skyfab._util import schema
+from skyfab.errors import ProtocolError, SkyfabError
 from skyfab.inventory.host import Host
 from skyfab.session.ask import PASSING, Asker, Question, only
 
@@ -53,39 +54,36 @@ class LogReader:
         self._is_first = True
         self._cursors: dict[str, Mapping[str, tuple[int, int, float]]] = {}
         """How far the logs of each host have been read."""
-        self.complete = True
-        """The last call of `new` has reached all hosts."""
+        self.errors: list[SkyfabError] = []
+        """Of the hosts that the last call of `new` has left out."""
 
-    def new(self, *, rest: bool, patient: bool = False) -> Iterator[LogLine]:
+    def new(self, *, rest: bool) -> Iterator[LogLine]:
         """Lines that were added since the last call; with `rest` also an incomplete last line.
 
-        If `patient`, a host that cannot be reached now is left out, and its lines come with a later call.
+        A host that does not answer now is left out, and its lines come with a later call.
         """
         first = self._asker.each(lambda host: self._ask(host, rest))
-        self.complete = all(outcome.error is None for outcome in first)
-        if not patient:
-            for outcome in first:
-                outcome.get()
-        pages = [self._of_host(outcome.host, outcome.answer, rest, patient) for outcome in first if outcome.answer]
+        self.errors = [outcome.error for outcome in first if outcome.error is not None]
+        pages = [self._of_host(outcome.host, outcome.answer, rest) for outcome in first if outcome.answer]
         lines: Iterator[LogLine] = heapq.merge(*pages, key=lambda line: line.time)
         if self._tail is not None and self._is_first:
             lines = iter(deque(lines, maxlen=self._tail))
         self._is_first = False
         yield from lines
 
-    def _of_host(self, host: Host, page: _Page, rest: bool, patient: bool) -> Iterator[LogLine]:
+    def _of_host(self, host: Host, page: _Page, rest: bool) -> Iterator[LogLine]:
         while True:
             for line in page.lines:
                 yield LogLine(*line)
             self._cursors[host.name] = page.cursors
             if not page.more:
                 return
+            if not page.lines:  # it would be asked for ever
+                raise ProtocolError("invalid answer to 'logs': more lines, but none of them", host=host.name)
             try:
                 page = self._ask(host, rest)
-            except PASSING:
-                if not patient:
-                    raise
-                self.complete = False
+            except PASSING as error:
+                self.errors.append(error)
                 return
 
     def _ask(self, host: Host, rest: bool) -> _Page:

@@ -10,22 +10,24 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
+from skyfab._util import schema
 from skyfab._util.html import ShownAsTable
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.results import in_order, unpack_result
 from skyfab.detached.folder import Part, State, question
 from skyfab.detached.logs import LogLine, LogReader
 from skyfab.detached.written import event, path_of
-from skyfab.errors import HostLost, HostUnfit, SkyfabError, UsageError, broadcast_error
+from skyfab.errors import HostLost, HostUnfit, SkyfabError, UsageError, broadcast_error, printable
 from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
 from skyfab.session.ask import PASSING, Asker, Outcome, Question, Reply, only
+from skyfab.session.fanout import one_error
 from skyfab.ui.events import FilesWritten
 from skyfab.ui.suppressed import is_noise
 from skyfab.ui.terminal import settled
@@ -63,9 +65,11 @@ class Run(ShownAsTable):
             name for place, name in enumerate(about.hosts) if place not in found and name not in self._asked
         ]
         """Hosts of the run that were not part of the last query: `state` does not include them."""
+        self.asker: Asker | None = None
+        """Whose connections are used, if they are open: see `attached`."""
 
     def __repr__(self) -> str:
-        return f"<run {self.id[:8]} {self.name}: {self.state}>"
+        return f"<run {self.id[:8]} {printable(self.name)}: {self.state}>"
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         return ("host", "state"), [(part.host, part.state) for part in self._parts]
@@ -83,12 +87,16 @@ class Run(ShownAsTable):
 
     @property
     def state(self) -> State:
-        """The state as of the last query."""
-        states = {part.state for part in self._parts}
-        if len(self._parts) < len(self.hosts) - len(self.unasked):
-            states.add("unreachable")
+        """The state as of the last query, on the hosts that have answered."""
+        states = {part.state for part in self._parts} or {"unreachable"}
         order: tuple[State, ...] = ("lost", "running", "unreachable", "stopped", "failed")
         return next((state for state in order if state in states), "done")
+
+    @property
+    def silent(self) -> list[str]:
+        """Hosts of the run that did not answer the last query: `state` does not include them."""
+        found = {part.about.place for part in self._parts}
+        return [name for place, name in enumerate(self.hosts) if place not in found and name not in self.unasked]
 
     @property
     def last(self) -> str:
@@ -117,7 +125,7 @@ class Run(ShownAsTable):
         """Returns the errors of the hosts that do not answer now."""
         outcomes = asker.ask(question(self.id))
         self._parts = [self._part(outcome) for outcome in outcomes if outcome.error is None]
-        self.unasked = []
+        self.unasked = [name for name in self.hosts if self._host(name) is None]
         return [outcome.error for outcome in outcomes if outcome.error is not None]
 
     def _part(self, outcome: Outcome[list[Part]]) -> Part:
@@ -125,10 +133,12 @@ class Run(ShownAsTable):
         if found and found[0].about.id == self.id:
             return found[0]
         # It was there before, so it has been deleted: waiting for it would never end.
-        return Part(host=outcome.host.name, about=self._about, state="lost", started=self.started)
+        about = replace(self._about, place=self.hosts.index(outcome.host.name))
+        return Part(host=outcome.host.name, about=about, state="lost", started=self.started)
 
     def _asker(self, **options: Any) -> Asker:
-        return Asker([host for name in self.hosts if (host := self._host(name))], self.inventory, **options)
+        hosts = [host for name in self.hosts if (host := self._host(name))]
+        return Asker(hosts, self.inventory, **options).sharing(self.asker)
 
     def _asker_of_all(self, **options: Any) -> Asker:
         """Raises UsageError if a host of the run was neither queried nor is in the inventory."""
@@ -171,6 +181,7 @@ class Run(ShownAsTable):
         """The output of its ranks, or of `rank` alone, in the order of time: the rank, ``out`` or ``err``, the line.
 
         With `follow`, continues until the run has ended, across lost connections; `trouble` is called for each of them.
+        Raises a HostError after the lines of the other hosts if one cannot be reached.
         """
         for line in self.lines(follow=follow, rank=rank, trouble=trouble):
             yield line.rank, line.stream, line.text
@@ -205,14 +216,16 @@ class Run(ShownAsTable):
                     if one not in reported:
                         reported.add(one)
                         failed(*one)
-                yield from reader.new(rest=over, patient=follow)
-                if (over and reader.complete) or stopped():
+                yield from reader.new(rest=over)
+                may_return = _check(reader.errors) and follow
+                if over and reader.errors and not may_return:
+                    raise one_error(reader.errors, len(asker.hosts))
+                if (over and not reader.errors) or stopped():
                     return
                 time.sleep(PACE)
 
     def _is_over(self, asker: Asker) -> bool:
-        _check(self._look(asker))
-        return self.state not in ("running", "unreachable")
+        return not _check(self._look(asker)) and self.state not in ("running", "unreachable")
 
     # ---- result and stop
 
@@ -228,7 +241,7 @@ class Run(ShownAsTable):
             while True:
                 errors = self._look(asker)
                 state = self.state
-                if state not in ("running", "unreachable"):
+                if state not in ("running", "unreachable") and (state == "lost" or not errors):
                     self._check_lost()
                     errors += self._fetch(asker, answers)
                     if not errors:
@@ -238,6 +251,14 @@ class Run(ShownAsTable):
                     raise TimeoutError(f"run {self.id[:8]} {why}")
                 _check(errors)
                 time.sleep(PACE)
+
+    def raise_failure(self) -> None:
+        """Raises what the ranks have raised on the hosts that have answered the last query."""
+        answers: dict[str, list[tuple[int, Any]]] = {}
+        with self._asker() as asker:
+            self._fetch(asker, answers)
+        if answers:
+            self._conclude([one for some in answers.values() for one in some])
 
     def _check_lost(self) -> None:
         for part in self._parts:
@@ -299,11 +320,11 @@ class Run(ShownAsTable):
     def stop(self) -> None:
         """Terminates its ranks on all hosts and waits until they have ended. Its output is kept."""
         with self._asker_of_all() as asker:
-            for outcome in asker.ask(Question("runs.stop", lambda host, replies: only(replies), {"run": self.id})):
-                pid = outcome.get()
-                if pid is not None:
-                    what = f"process {int(pid)} is still running after 10 s"
-                    raise HostUnfit(what, host=outcome.host.name, hint=f"wait, or on the host: kill -9 {int(pid)}")
+            asked = Question("runs.stop", lambda host, replies: schema.parse(int, only(replies) or 0), {"run": self.id})
+            for outcome in asker.ask(asked):
+                if pid := outcome.get():
+                    what = f"process {pid} is still running after 10 s"
+                    raise HostUnfit(what, host=outcome.host.name, hint=f"wait, or on the host: kill -9 {pid}")
 
 
 def _is_safe(workdir: str) -> bool:
@@ -326,11 +347,12 @@ class _Failed:
     error: Exception
 
 
-def _check(errors: Sequence[SkyfabError]) -> None:
-    """Raises the first error that a retry cannot resolve."""
+def _check(errors: Sequence[SkyfabError]) -> bool:
+    """Raises the first error that a retry cannot resolve. Returns whether a connection broke, and was not retried."""
     for error in errors:
         if not isinstance(error, PASSING):
             raise error
+    return any(isinstance(error, HostLost) for error in errors)
 
 
 # ---- finding runs
@@ -347,25 +369,23 @@ def runs(
     With ``results="data"`` hosts are not trusted, as for `Compute`.
     Raises HostError if a host cannot be queried.
     """
-    found, errors = survey(Inventory.of(inventory), hosts, results=results)
+    with _asker_of(Inventory.of(inventory), hosts) as asker:
+        found, errors = survey(asker, results)
     if errors:
         raise errors[0]
     return found
 
 
-def survey(
-    inventory: Inventory, hosts: str | Iterable[str | Host] | None, *, results: Results = "any"
-) -> tuple[list[Run], list[SkyfabError]]:
-    """The runs on all hosts that could be queried, and the errors of the others.
+def _asker_of(inventory: Inventory, hosts: str | Iterable[str | Host] | None) -> Asker:
+    return Asker(inventory.select(["all", LOCAL.name] if hosts is None else hosts), inventory)
 
-    For None, the hosts are those of the inventory and this machine.
-    """
-    selected = inventory.select(["all", LOCAL.name] if hosts is None else hosts)
-    with Asker(selected, inventory) as asker:
-        outcomes = asker.ask(question(gpus=True))
+
+def survey(asker: Asker, results: Results = "any") -> tuple[list[Run], list[SkyfabError]]:
+    """The runs on all hosts that could be queried, and the errors of the others."""
+    outcomes = asker.ask(question(gpus=True))
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     parts = [part for outcome in outcomes for part in outcome.answer or ()]
-    return runs_of(parts, inventory, selected, results), errors
+    return runs_of(parts, asker.inventory, asker.hosts, results), errors
 
 
 def runs_of(found: Iterable[Part], inventory: Inventory, hosts: Sequence[Host], results: Results = "any") -> list[Run]:
@@ -391,10 +411,26 @@ def attach(
     `hosts`, `inventory` and `results` are as for `Compute`; without `hosts`, those of the inventory and this machine.
     Raises UsageError if there is no such run, or if several ids begin with `id`.
     """
+    with attached(id, hosts, inventory=inventory, results=results) as run:
+        return run
+
+
+@contextmanager
+def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any") -> Iterator[Run]:  # noqa: A002
+    """As `attach`; the connections stay open during the block, for what is asked about the run."""
     if not id:  # else it would be the beginning of every id
         raise UsageError("no run was named", hint="to list them: skyfab runs")
-    known = Inventory.of(inventory)
-    found, errors = survey(known, hosts, results=results)
+    with _asker_of(Inventory.of(inventory), hosts) as asker:
+        run = _find(id, asker, results, is_named=hosts is not None)
+        run.asker = asker
+        try:
+            yield run
+        finally:
+            run.asker = None
+
+
+def _find(id: str, asker: Asker, results: Results, *, is_named: bool) -> Run:  # noqa: A002
+    found, errors = survey(asker, results)
     named = [run for run in found if run.name == id or run.id[:8] == id]
     if named:
         return next((run for run in named if run.state == "running"), named[0])
@@ -407,8 +443,8 @@ def attach(
     if errors:
         raise errors[0]
     near = did_you_mean(id, [*(run.id[: max(8, len(id))] for run in found), *(run.name for run in found)])
-    if hosts is None and known.source is None:
+    if not is_named and asker.inventory.source is None:
         hint = near or "set SKYFAB_INVENTORY, or name its hosts: --hosts=…"
         raise UsageError(f"no run {id!r} on this machine (no inventory loaded)", hint=hint)
-    where = "the hosts of the inventory or on this machine" if hosts is None else "these hosts"
+    where = "these hosts" if is_named else "the hosts of the inventory or on this machine"
     raise UsageError(f"no run {id!r} on {where}", hint=near or "to list them: skyfab runs")

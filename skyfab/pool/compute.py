@@ -395,11 +395,11 @@ class Compute(ShownAsTable):
         if running is None or running.gang is None:
             hint = "submit(call, on='all') starts one; launch(call), a run"
             raise UsageError("no broadcast is running", hint=hint)
+        nodes = running.gang.nodes
+        detacher = Detacher(nodes, [*map(self._broadcasts.ranks_on, nodes)], label=running.call.label, name=name)
         self._forwards.close()
         self._scheduler.fail_all()  # only this broadcast continues; queued calls would count as part of the run
         self._broadcasts.close()
-        nodes = running.gang.nodes
-        detacher = Detacher(nodes, [*map(self._broadcasts.ranks_on, nodes)], label=running.call.label, name=name)
         detacher.take_over(running)
         self.close()
         return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=self._results)

@@ -8,7 +8,7 @@ from typing import Any
 
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.project import Tree
-from skyfab.errors import CallCancelled, SkyfabError
+from skyfab.errors import CallCancelled, SkyfabError, UsageError
 from skyfab.pool.broadcast import Broadcast
 from skyfab.pool.gang import Gang
 from skyfab.pool.node import Node, WorkerSpec
@@ -22,7 +22,9 @@ class Detacher:
     """Starts one detached run on its hosts."""
 
     def __init__(self, nodes: Sequence[Node], ranks: Sequence[int], *, label: str, name: str | None) -> None:
-        """The nodes' agents must not be used by anything else."""
+        """The nodes' agents must not be used by anything else. Raises UsageError for a name that cannot be shown."""
+        if name is not None and not (name.strip() and name.isprintable()):
+            raise UsageError(f"invalid name of a run: {name!r}", hint="use printable characters, not only spaces")
         self.id = secrets.token_hex(8)
         self._nodes = nodes
         self._ranks = ranks

@@ -19,13 +19,14 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar
 from skyfab.errors import HostLost, HostUnfit, ProtocolError, SkyfabError, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.ssh_config import known_settings
 from skyfab.protocol.frames import HEAD, PING, Reader, frame
 from skyfab.session.backoff import Backoff
 from skyfab.session.bootstrap import CACHE_HINT, Bootstrap, cannot_run, log_in
 from skyfab.session.bundle import bundle
 from skyfab.session.fanout import Raised, for_each_host
 from skyfab.session.shell import Deadline, Shell
-from skyfab.ssh import transport_for
+from skyfab.ssh import CONNECT_TIMEOUT, transport_for
 from skyfab.ssh.base import Stream, Transport
 from skyfab.ssh.logins import retry
 from skyfab.ssh.tunnel import Tunnel
@@ -49,6 +50,8 @@ _STORAGE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 _HEARTBEAT: Final = 5.0
 _SILENCE: Final = 60.0
 """Seconds without a frame of the host after which it is lost: it answers each heartbeat."""
+_SOON: Final = 2
+"""Seconds in which a host must accept a connection: others have answered, and the user waits."""
 
 
 class Reply(NamedTuple):
@@ -115,7 +118,8 @@ class Asker:
         self.trouble = trouble
         self._until = until
         self._closed = False
-        self._lines = {host.name: _Line(host, self) for host in hosts}
+        self.lines = {host.name: _Line(host, self) for host in hosts}
+        self._shared: Mapping[str, _Line] = {}
 
     def __enter__(self) -> Asker:
         return self
@@ -126,7 +130,15 @@ class Asker:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        for_each_host(_Line.end, [line for line in self._lines.values() if not line.is_idle])
+        own = [line for name, line in self.lines.items() if name not in self._shared]
+        for_each_host(_Line.end, [line for line in own if not line.is_idle])
+
+    def sharing(self, other: Asker | None) -> Asker:
+        """Uses the connections that another asker has, if there is one, and leaves them open. Returns this one."""
+        if other is not None:
+            self._shared = other.lines
+            self.lines.update(other.lines)
+        return self
 
     def is_over(self) -> bool:
         return self._closed or time.monotonic() > self._until
@@ -145,11 +157,11 @@ class Asker:
 
     def ask_one(self, question: Question[T], host: Host) -> T:
         """Asks one host. Raises a HostError; after a failure the same one for a while, without asking again."""
-        return self._lines[host.name].ask(question)
+        return self.lines[host.name].ask(question, self)
 
     def take(self, host: Host) -> Transport | None:
         """The connection to a host, for another purpose: its `open` runs a command there without another login."""
-        return self._lines[host.name].take()
+        return self.lines[host.name].take()
 
 
 def _outcome(host: Host, found: T | Raised) -> Outcome[T]:
@@ -166,6 +178,9 @@ class _Line:
     def __init__(self, host: Host, asker: Asker) -> None:
         self._host = host
         self._asker = asker
+        """The one whose question is answered now, or was last."""
+        self._told: Asker | None = None
+        """The one that knows that the host does not answer."""
         self._lock = threading.Lock()
         self._frames: _Frames | None = None
         self._transport: Transport | None = None
@@ -178,8 +193,9 @@ class _Line:
         """Whether nothing is open or being opened."""
         return self._transport is None and not self._lock.locked()
 
-    def ask(self, question: Question[T]) -> T:
+    def ask(self, question: Question[T], asker: Asker) -> T:
         with self._lock:
+            self._asker = asker
             if self._error is not None and time.monotonic() < self._retry_at:
                 raise self._error.with_traceback(None)
             try:
@@ -192,7 +208,7 @@ class _Line:
                     self._failed(error)
                 self._close()  # it is unknown how much of the answer was read
                 raise
-            self._error = None
+            self._error = self._told = None
             return answer
 
     def _ask(self, question: Question[T]) -> T:
@@ -214,11 +230,14 @@ class _Line:
                 detail = error.message.partition("\n")[0]
                 self._asker.events.emit(HostState(host=self._host.name, state="failed", detail=detail))
             raise
-        self._frames = _Frames(self._host, stream, self._asker.is_over)
+        self._frames = _Frames(self._host, stream, self._is_over)
         if self._asker.is_over():
             raise HostLost("the question was cancelled", host=self._host.name)
         self._asker.events.emit(HostState(host=self._host.name, state="ready"))
         return self._frames
+
+    def _is_over(self) -> bool:
+        return self._asker.is_over()
 
     def _log_in(self) -> Stream:
         host, asker = self._host, self._asker
@@ -235,7 +254,9 @@ class _Line:
             prepare=prepare,
             setup=host.setup,
         )
-        transport = transport_for(host, asker.inventory)
+        is_soon = asker.prepare is None and _is_direct(host, asker.inventory)
+        connect_timeout = _SOON if is_soon else CONNECT_TIMEOUT
+        transport = transport_for(host, asker.inventory, connect_timeout=connect_timeout)
         stream, _ = log_in(launch, transport, "ask", asker.is_over)
         self._transport = transport
         return stream
@@ -243,8 +264,9 @@ class _Line:
     def _failed(self, error: SkyfabError) -> None:
         if self._error is None:
             self._waits = Backoff(_PAUSE, _LONGEST, jitter=0.3)
-            if self._asker.trouble is not None and not self._asker.is_over():
-                self._asker.trouble(error)
+        if self._asker.trouble is not None and self._told is not self._asker and not self._asker.is_over():
+            self._told = self._asker
+            self._asker.trouble(error)
         self._error, self._retry_at = error, time.monotonic() + self._waits.next()
         self._close()
 
@@ -267,6 +289,13 @@ class _Line:
         with self._lock:
             frames, transport, self._frames, self._transport = self._frames, self._transport, None, None
             return None if frames is None or transport is None else _Taken(frames, transport)
+
+
+def _is_direct(host: Host, inventory: Inventory) -> bool:
+    """Whether ssh connects to the host itself. Else the time includes logins elsewhere, which may ask for passwords."""
+    if host.transport == "local" or inventory.jump_chain(host):
+        return False
+    return host.jump == "none" or known_settings(host).keys().isdisjoint(("proxyjump", "proxycommand"))
 
 
 class _Frames:

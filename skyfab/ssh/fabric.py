@@ -27,7 +27,7 @@ from skyfab.protocol.frames import Buffer
 from skyfab.ssh import keys, refusals
 from skyfab.ssh.base import ended
 from skyfab.ssh.client import Client, Refused
-from skyfab.ssh.openssh import ALIVE_COUNT, ALIVE_INTERVAL, algorithms, servers_of
+from skyfab.ssh.openssh import ALIVE_COUNT, ALIVE_INTERVAL, CONNECT_TIMEOUT, algorithms, servers_of
 from skyfab.ssh.prompts import Place, Prompts, places
 from skyfab.ssh.tunnel import LOOPBACK, ThreadTunnel
 
@@ -67,7 +67,7 @@ def _connection(host: Host, *, gateway: Any = None) -> fabric.Connection:
         port=host.port,
         config=config,
         gateway=gateway,
-        connect_timeout=10,
+        connect_timeout=CONNECT_TIMEOUT,
         connect_kwargs=keywords,
         forward_agent=False,
     )
@@ -179,9 +179,10 @@ class _Refusal(paramiko.RejectPolicy):  # type: ignore[misc]  # paramiko has no 
 class Fabric:
     """Opens one channel on a Fabric connection."""
 
-    def __init__(self, host: Host, inventory: Inventory) -> None:
+    def __init__(self, host: Host, inventory: Inventory, connect_timeout: int = CONNECT_TIMEOUT) -> None:
         self._host = host
         self._inventory = inventory
+        self._connect_timeout = connect_timeout
         self.servers = servers_of(host, inventory)
         self._connection: fabric.Connection | None = None
         self._stream: ChannelStream | None = None
@@ -208,6 +209,7 @@ class Fabric:
         """Logs in; gives paramiko's transport. Closes the connection if the block fails."""
         _LOG.debug("fabric: connecting to %s", self._host.login)
         made = connection(self._host, self._inventory, stopped)
+        made.connect_timeout = self._connect_timeout
         try:
             made.open()
             _tune(made)

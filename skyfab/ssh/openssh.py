@@ -29,11 +29,13 @@ from skyfab.ui.prompt import TERMINAL
 ALIVE_INTERVAL, ALIVE_COUNT = 10, 3
 """Seconds between keepalives, and how many may be unanswered: before there is an agent, nothing else detects a loss."""
 
+CONNECT_TIMEOUT = 10
+"""Seconds in which a server must accept a connection."""
+
 _OPTIONS = {
     "BatchMode": "yes",
     "StrictHostKeyChecking": "yes",
     "UpdateHostKeys": "no",
-    "ConnectTimeout": "10",
     "ServerAliveInterval": str(ALIVE_INTERVAL),
     "ServerAliveCountMax": str(ALIVE_COUNT),
     "ControlMaster": "no",
@@ -64,11 +66,12 @@ _TIDY = 'trap : INT TERM HUP; "$@"; s=$?; eval "$0"; exit $s'
 class OpenSSH:
     """Runs commands through ``ssh``, one process for each stream."""
 
-    def __init__(self, host: Host, inventory: Inventory) -> None:
+    def __init__(self, host: Host, inventory: Inventory, connect_timeout: int = CONNECT_TIMEOUT) -> None:
         self._host = host
         self._inventory = inventory
         self._jumps = inventory.jump_chain(host)
         self._hops = (*self._jumps, host)
+        self._connect_timeout = connect_timeout
         self.servers = servers_of(host, inventory)
         self._aliases = {
             hop: f"skyfab-jump-{number}" if hop.name in inventory.hosts else hop.login
@@ -142,7 +145,7 @@ class OpenSSH:
 
     def _options(self) -> dict[str, str]:
         """The options of all hosts on the path. Without a terminal, ssh must not ask."""
-        own = {"EscapeChar": "~"} if self._is_by_hand else {}
+        own = {"ConnectTimeout": str(self._connect_timeout), **({"EscapeChar": "~"} if self._is_by_hand else {})}
         return _OPTIONS | ({} if self._askpass is None and not self._is_by_hand else {"BatchMode": "no"}) | own
 
     def argv(self, command: str | None, options: Mapping[str, str] = MappingProxyType({})) -> list[str]:

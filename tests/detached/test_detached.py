@@ -23,6 +23,7 @@ from stage.threads import begin
 from stage.typist import Typist
 
 import skyfab as sky
+from skyfab.detached.run import attached
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
 from skyfab.session.connection import Connection
@@ -317,6 +318,11 @@ def test_a_broadcast_that_is_under_way_is_left_to_its_hosts(hosts: list[sky.Host
             pool.detach()
         future = pool.submit(count(10, spot / "go"), on="all")
         spot.wait("go.waits", 2)
+        for name in ("", "  ", "a\x1b[2J"):
+            with pytest.raises(sky.UsageError, match="invalid name of a run"):
+                pool.detach(name=name)
+            with pytest.raises(sky.UsageError, match="invalid name of a run"):
+                pool.launch(count(1), name=name)
         run = pool.detach(name="handed over")
         with pytest.raises(sky.CallCancelled, match=f"continues as run {run.id[:8]}"):
             future.result(10)
@@ -530,6 +536,46 @@ def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
     found = next(one for one in sky.runs(hosts[:1], inventory=namespaces.inventory) if one.id == run.id)
     assert (found.state, found.unasked) == ("done", [second])
     assert (found.status, found.unasked) == ("done", [])
+
+
+@pytest.mark.slow
+def test_with_a_host_down_what_the_others_know_is_shown_soon(namespaces: Lab, hosts: list[sky.Host]) -> None:
+    """A host that is down was waited for 10 s at each login, twice, and then nothing was shown."""
+    run = launch(hosts, count(1), name="half")
+    run.result(170)
+    short = run.id[:8]
+    namespaces.hosts[1].cut()
+    times: list[float] = []
+    try:
+        for arguments, out, err in (
+            (["runs"], f"{short} +done .* node1, node2 \\(no answer: node2\\) ", "error: node2"),
+            (["logs", short], "line 0 of rank 0", "error: node2"),
+            (["attach", short], "line 0 of rank 0", "half: done\n.*(\n.*)*error: node2"),
+            (["stop", short], "", "error: node2"),
+            (["top", "--once"], f"{short} +done", ""),
+        ):
+            began = time.monotonic()
+            shown = skyfab(namespaces, *arguments)
+            times.append(time.monotonic() - began)
+            assert re.search(out, shown.stdout) and re.search(err, shown.stderr), (arguments, shown)
+            assert shown.returncode == 3, arguments
+        assert min(times) < 8, "2 s, and what a busy machine adds; all of them took 10 s before"
+        assert (run.status, run.silent) == ("done", ["node2"])
+        with pytest.raises(TimeoutError, match="does not answer"):
+            run.result(0.1)
+    finally:
+        namespaces.hosts[1].restore()
+    assert (run.status, run.silent) == ("done", [])
+
+
+def test_a_command_about_a_run_logs_in_once(hosts: list[sky.Host], namespaces: Lab) -> None:
+    run = launch(hosts, count(1), name="polite")
+    with attached(run.id, hosts, inventory=None) as found:
+        seen = connections()
+        assert len(seen) == 2
+        assert {rank for rank, _, _ in found.logs(follow=True)} == {0, 1}
+        assert found.status == "done" and connections() == seen
+    assert connections() == set()
 
 
 @pytest.mark.slow

@@ -203,6 +203,28 @@ def test_the_last_lines_are_found_in_both_files(follower: Follower) -> None:
     assert follower.read_at_once(tail=5, since=1999.0) == everything[1999:]
 
 
+def test_a_host_that_always_has_more_lines_and_sends_none_is_not_asked_for_ever(
+    follower: Follower, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = {"lines": [], "cursors": {}, "more": True}
+    monkeypatch.setattr(Asker, "ask_one", lambda self, question, host: question.parse(host, iter([Reply(page, b"")])))
+    with pytest.raises(sky.ProtocolError, match="more lines, but none"):
+        follower.read_parts()
+
+
+@pytest.mark.parametrize("pid", ["9; reboot", float("inf"), [1], True, 10**30])
+def test_only_a_number_is_the_process_of_a_run_that_does_not_stop(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: Any
+) -> None:
+    (folder / "about").write_text(json.dumps({**ABOUT, "hosts": ["here"], "name": "x\x1b[2J\x07"}))
+    (folder / "status").write_text(json.dumps(STATUS))
+    run = sky.attach(RUN, [sky.Host(name="here", transport="local", cache=str(tmp_path))])
+    assert repr(run) == "<run abc123 x\\x1b[2J\\x07: done>"
+    monkeypatch.setattr("skyfab.detached.run.only", lambda replies: pid)
+    with pytest.raises(sky.ProtocolError, match=r"invalid answer to 'runs\.stop'"):
+        run.stop()
+
+
 def test_logs_without_times_are_read_all_the_same(follower: Follower) -> None:
     """Of a run of an earlier version, and of a host whose disk was full."""
     follower.write("a\n")
@@ -224,13 +246,13 @@ def test_a_record_does_not_choose_hosts_to_log_in_to(
     here, other = (sky.Host(name=name, transport="local", cache=str(tmp_path)) for name in ("here", "other"))
     reached: list[str] = []
 
-    def note(host: sky.Host, inventory: sky.Inventory) -> Any:
+    def note(host: sky.Host, inventory: sky.Inventory, **options: Any) -> Any:
         reached.append(host.name)
-        return transport_for(host, inventory)
+        return transport_for(host, inventory, **options)
 
     monkeypatch.setattr("skyfab.session.ask.transport_for", note)
     run = sky.attach(RUN, [here], inventory=sky.Inventory(hosts={"other": other}), results="data")
-    assert run.status == "unreachable"
+    assert (run.status, run.unasked) == ("done", ["local", "root@10.9.8.7:2222"])
     for use in (run.result, run.stop, lambda: list(run.logs())):
         with pytest.raises(sky.UsageError, match="local, root@10"):
             use()

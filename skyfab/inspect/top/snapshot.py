@@ -73,7 +73,7 @@ def _is_older(run: Run, answered: Set[str]) -> bool:
     """Whether it has ended, and is no longer among the latest of a host: hosts send only some that have ended."""
     places = {part.about.place for part in run.parts}
     missing = {name for place, name in enumerate(run.hosts) if place not in places}
-    return run.state == "unreachable" and bool(missing) and missing <= answered
+    return run.state not in ("running", "lost") and bool(missing) and missing <= answered
 
 
 def _condition(one: Seen, every: float, clock: float) -> str:

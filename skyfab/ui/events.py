@@ -12,10 +12,11 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from skyfab._util.signals import SIGNAL_GUARD
+from skyfab._util.signals import MAIN, SIGNAL_GUARD
 from skyfab._util.sizes import progress
 from skyfab.errors import located
 
@@ -252,7 +253,7 @@ class Events:
         if not self._subscribers:
             return
         me = threading.get_ident()
-        with SIGNAL_GUARD:  # views have locks, which other threads need
+        with SIGNAL_GUARD if me == MAIN else nullcontext():  # views have locks, which other threads need
             nested = me in emitting
             emitting.add(me)
             try:

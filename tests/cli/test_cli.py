@@ -190,7 +190,7 @@ def test_plain_invoke_runs_the_same_tasks_with_the_same_codes(tmp_path: Path) ->
 
 
 HEAD = ["host", "address", "system", "python", "CPUs", "load", "memory", "disk", "GPUs", "state"]
-FACTS = ["name", "address", "reachable", "python", "platform", "cpus", "gpus", "survey", "error", "hint"]
+FACTS = ["name", "address", "reachable", "python", "platform", "cpus", "gpus", "slots", "survey", "error", "hint"]
 
 
 def test_hosts_as_json_has_the_one_that_failed_too(skyfab: Skyfab) -> None:

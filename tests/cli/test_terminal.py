@@ -135,7 +135,7 @@ def night(folder: Path) -> Path:
 
 RUNS = """\
 run       state  started           ranks  GPUs  hosts  name   last line
-abcdef01  done   2001-09-09 01:46      2  –     here   night  last
+abcdef01  done   2001-09-09 01:46      2  0     here   night  last
 """
 
 
@@ -148,7 +148,7 @@ def test_runs_have_a_header_and_a_start(night: Path, columns: int | None) -> Non
     if columns == 60:
         assert lines == [
             "abcdef01",
-            *("  state: done", "  started: 2001-09-09 01:46", "  ranks: 2", "  GPUs: –", "  hosts: here"),
+            *("  state: done", "  started: 2001-09-09 01:46", "  ranks: 2", "  GPUs: 0", "  hosts: here"),
             *("  name: night", "  last line: last"),
         ]
     else:

@@ -239,7 +239,7 @@ def test_both_streams_of_both_ranks_can_flood_at_once(pool: sky.Compute, events:
 
 def test_a_slow_reader_does_not_hold_up_the_function(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
     """The subscriber takes no second line before the function has written its last: 20 MB wait in the host's file."""
-    pool = open_pool("openssh", count=1)
+    pool = open_pool("openssh", count=1, workdir="temp")  # a line says so where another pool uses the same folder
     found: list[str] = []
 
     def slow(event: Event) -> None:

@@ -90,7 +90,9 @@ def _with_hint_for_cloud_options(init: Callable[P, None]) -> Callable[P, None]:
     @functools.wraps(init)
     def checked(*args: P.args, **options: P.kwargs) -> None:
         if "worker" in options:
-            raise UsageError("Compute has no option worker=", hint="slots=N: how many single calls a host runs in parallel")
+            raise UsageError(
+                "Compute has no option worker=", hint="slots=N: how many single calls a host runs in parallel"
+            )
         for name in _CLOUD_OPTIONS.intersection(options):
             hint = "list your machines in inventory.toml, and choose by name, group or tag: Compute(hosts=…)"
             raise UsageError(f"Compute has no option {name}=: it does not rent machines", hint=hint)

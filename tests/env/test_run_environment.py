@@ -108,8 +108,9 @@ def test_exec_and_ssh_have_the_environment_and_the_modules_of_the_last_run(run: 
         return skyfab(app, *words, inventory=app.parent / "inventory.toml")
 
     not_yet = typed("exec", "node1", "--", "echo $WORD")
-    assert not_yet.stdout == "node1 two words\n", not_yet.stderr
-    assert "the environment of this project has not been built yet; skyfab run --hosts=node1 builds" in not_yet.stderr
+    assert (not_yet.stdout, not_yet.stderr) == ("node1 two words\n", "")
+    not_found = typed("exec", "node1", "--", "tensorboard")
+    assert "the environment of this project has not been built yet; skyfab run --hosts=node1 builds" in not_found.stderr
     ran = run("jobs/train.py")
     assert ran.returncode == 0, ran.stderr
     look = (

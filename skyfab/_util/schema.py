@@ -73,7 +73,8 @@ def _parser(kind: Any, limits: Limits | None) -> _Parser:
     if origin is tuple and arguments[-1:] != (...,):
         return _fixed([_parser(one, limits) for one in arguments])
     if origin in (tuple, list, Sequence):
-        return _array(_parser(arguments[0], limits), list if origin is list else tuple, limits)
+        inner = None if arguments[0] is Any else _parser(arguments[0], limits)
+        return _array(inner, list if origin is list else tuple, limits)
     if origin in (dict, Mapping):
         return _mapping(_parser(arguments[1], limits), limits)
     return _scalar(kind, limits)
@@ -135,8 +136,10 @@ def _fixed(parsers: list[_Parser]) -> _Parser:
     return parse
 
 
-def _array(parser: _Parser, kind: type[Any], limits: Limits | None) -> _Parser:
+def _array(parser: _Parser | None, kind: type[Any], limits: Limits | None) -> _Parser:
     most = limits and limits.items
+    if parser is None:
+        return lambda value: kind(_items(value)[:most])
     return lambda value: kind(_inside(at, parser, one) for at, one in enumerate(_items(value)[:most]))
 
 

@@ -188,9 +188,9 @@ def test_logs_are_followed_to_the_end(hosts: list[sky.Host], spot: Spot) -> None
 
 
 def connections() -> set[int]:
-    """The ssh programs that this process has started."""
+    """The ssh programs that this process has started, without those that only print settings (``ssh -G``)."""
     found = {words.split()[1].rstrip(":"): words for words in traces.children()}
-    return {int(pid) for pid, words in found.items() if ": ssh " in words}
+    return {int(pid) for pid, words in found.items() if ": ssh " in words and " -G " not in words}
 
 
 def logins(host: LabHost) -> list[LabProcess]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import os
 import stat
 import sys
@@ -270,8 +271,10 @@ def note_fetched(name: str, paths: Iterable[bytes], run: str) -> None:
 
     The name of the note begins with ``fetched.``; it replaces an earlier one.
     """
+    real = functools.cache(os.path.realpath)  # of folders: most files share theirs
     with contextlib.suppress(OSError), open(os.path.join(run, name), "wb") as note:
-        note.write(b"\0".join(map(os.path.realpath, paths)))
+        places = (os.path.split(path) for path in paths)
+        note.write(b"\0".join(os.path.join(real(folder), file) for folder, file in places))
 
 
 def _fetched() -> dict[str, float]:

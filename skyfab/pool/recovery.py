@@ -18,7 +18,7 @@ PAUSE: Final = 1.0
 LONGEST: Final = 15.0
 """Seconds between attempts: the first pause, and the maximum that it grows to."""
 _LOOK: Final = 0.1
-"""Seconds between two looks at whether lost hosts have come back."""
+"""Seconds between checks whether lost hosts have returned."""
 
 
 OnRecovered = Callable[[Node, Callable[[], None]], None]
@@ -102,7 +102,7 @@ class Recovery:
 
 
 def wait_for_lost(nodes: Sequence[Node], seconds: float, events: Events, stopped: Callable[[], bool]) -> None:
-    """Waits until the lost ones of these nodes have returned to their pool, for so long at most."""
+    """Waits up to `seconds` until the lost ones of these nodes have returned to their pool."""
     deadline = time.monotonic() + seconds
     lost = [node for node in nodes if node.lost is not None]
     for node in lost:

@@ -178,7 +178,7 @@ class _ContainerSet:
     def run(self, image: str, timeout: float) -> dict[str, list[str]]:
         """Starts the containers; returns the words that the script of each has printed.
 
-        Raises HostUnfit for a container that ends instead, or says nothing for so long.
+        Raises HostUnfit for a container that ends instead, or prints nothing for `timeout` seconds.
         """
         assert self._reaper is not None
         try:

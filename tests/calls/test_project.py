@@ -127,11 +127,11 @@ def test_the_packages_of_a_project_are_found_though_they_are_not_installed(tmp_p
 def test_a_host_cannot_have_files_of_other_hosts_or_of_its_system_named_as_files_here() -> None:
     for there in ("", "/", "/usr", "usr/lib", "//"):
         project.note_laid_out("hostile", there, "/home/me/proj")
-    project.note_laid_out("hostile", "/work/proj", "/home/me/proj")
+    project.note_laid_out("hostile", "/srv/proj", "/home/me/proj")
     for host, file, shown in (
         ("hostile", "/usr/lib/python3/x.py", "/usr/lib/python3/x.py"),
-        ("hostile", "/work/proj/x.py", "/home/me/proj/x.py"),
-        ("node1", "/work/proj/x.py", "/work/proj/x.py"),
+        ("hostile", "/srv/proj/x.py", "/home/me/proj/x.py"),
+        ("node1", "/srv/proj/x.py", "/srv/proj/x.py"),
     ):
         assert project.with_local_paths(f'  File "{file}", line 1', host) == f'  File "{shown}", line 1'
 

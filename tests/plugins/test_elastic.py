@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ from stage.remote import leave, linger
 from stage.spot import Spot, until
 
 import skyfab as sky
+from skyfab.context import InstanceInfo
 from skyfab.lab import Lab
+from skyfab.plugins import elastic
+from skyfab.plugins.base import Elastic
 from skyfab.ui.events import Event, Output
 
 pytest.importorskip("torch", reason="torch is not installed")
@@ -69,6 +73,33 @@ def test_ranks_that_fail_are_started_again_and_what_fails_too_often_is_raised_as
         assert str(first) == "stumbled in attempt 1"
         assert "in stumble" in str(first.__cause__)
         assert stumble(0) @ pool == [(0, 2, 2.0)] * 2
+
+
+@pytest.mark.parametrize(
+    ("waiting", "silent", "reason"),
+    [
+        (1, 0, "another host joins, or restarts its ranks"),
+        (0, 2, "2 of 3 hosts sent no heartbeat for 10 s"),
+        (0, 0, "a rank on this host failed"),
+    ],
+)
+def test_an_attempt_that_ended_says_why(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], waiting: int, silent: int, reason: str
+) -> None:
+    from torch.distributed import HashStore
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
+
+    monkeypatch.setenv("SKYFAB_ATTEMPT", "")
+    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda self: None)
+    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", lambda self: waiting)
+    peers: Any = SimpleNamespace(fallen_silent=lambda: silent)
+    info = InstanceInfo(peers=("a", "b", "c"), total_nodes=3, job_id="job")
+    rendezvous = elastic._rendezvous(Elastic(2, 3, 1), HashStore(), info, peers)
+    rendezvous.next_rendezvous()
+    assert capsys.readouterr().err == ""
+    assert rendezvous.num_nodes_waiting() == waiting + silent, "torch then starts the ranks again"
+    rendezvous.next_rendezvous()
+    assert capsys.readouterr().err == f"attempt 0 ended: {reason}\n"
 
 
 @pytest.mark.slow

@@ -21,6 +21,7 @@ import pytest
 from stage import remains, traces
 from stage.remote import leave, linger, wait_for
 from stage.spot import Spot, until
+from stage.threads import begin
 
 import skyfab as sky
 from skyfab.lab import Lab, LabHost
@@ -297,6 +298,34 @@ def test_ctrl_c_while_connecting(client: Client, hosts: list[LabHost], clean: Ca
     finally:
         hosts[1].restore()
     assert code in (130, -signal.SIGINT)
+    clean()
+
+
+def test_a_pool_whose_opening_is_interrupted_leaves_nothing_while_the_program_goes_on(
+    hosts: list[LabHost], hosts_of: Callable[..., list[sky.Host]], clean: Callable[[], None]
+) -> None:
+    """One host answers, the other is cut off; the program's own handler raises, and the program does not end."""
+
+    class Stopped(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stopped
+
+    def send() -> None:
+        until(lambda: traces.on(hosts[0]), "an agent on the first host")
+        os.kill(os.getpid(), signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, stop)
+    hosts[1].cut()
+    try:
+        sent = begin(send)
+        with pytest.raises(Stopped):
+            sky.Compute(hosts_of("openssh", 2), lease=600, ui="none").__enter__()
+        sent.result(10)
+    finally:
+        hosts[1].restore()
+        signal.signal(signal.SIGUSR1, before)
     clean()
 
 

@@ -17,12 +17,12 @@ from skyfab.lab import Lab, LabHost
 from skyfab.lab.network import INTERFACE, ip
 
 
-def settle(lab: Lab) -> None:
+def settle(hosts: Sequence[LabHost]) -> None:
     """Both ends of each cable know each other for good, as they know a router behind which packets are lost.
 
     Else they ask for each other's address all the time, and when there is an answer send all that waits for it.
     """
-    for host in lab.hosts:
+    for host in hosts:
         wires = host.network
         ip(f"neigh replace {host.address} lladdr {wires.hardware(host.number)} dev {wires.bridge} nud permanent")
         bridge = host.address.rpartition(".")[0] + ".1"

@@ -25,7 +25,7 @@ HOSTS = 3
 def lab() -> Iterator[Lab]:
     """In place of the one of the whole run."""
     with labs.start_for_calls(HOSTS) as lab:
-        cable.settle(lab)
+        cable.settle(lab.hosts)
         yield lab
 
 

@@ -45,22 +45,25 @@ def open_device(name: str, link: HostLink) -> DeviceStream:
             plans.forget_plans()
         tensors.streams[index : index + 1] = [stream]
         flusher.start()
-    asked = stream.start([wire.HELLO])
-    with _registering:
-        backend.register()  # while the host imports torch
-    hello = stream.receive(asked).value()
-    theirs = hello.get("torch") if isinstance(hello, dict) else None
-    if str(theirs).split(".")[:2] != torch.__version__.split(".")[:2]:
+    try:
+        asked = stream.start([wire.HELLO])
+        with _registering:
+            backend.register()  # while the host imports torch
+        hello = stream.receive(asked).value()
+        theirs = hello.get("torch") if isinstance(hello, dict) else None
+        if str(theirs).split(".")[:2] != torch.__version__.split(".")[:2]:
+            link.close()
+            if not theirs:
+                hint = "Compute(…, plugins=[sky.plugins.torch()])"
+                raise HostUnfit("its Python has no torch", host=link.name, hint=hint)
+            raise HostUnfit(
+                f"has torch {theirs}, this program has {torch.__version__}: major and minor version must be equal",
+                host=link.name,
+                hint=f'Image(pip=["torch=={torch.__version__.split("+")[0]}"])',
+            )
+    except BaseException:  # also what a handler of signals raises while the host imports torch
         stream.close()
-        link.close()
-        if not theirs:
-            hint = "Compute(…, plugins=[sky.plugins.torch()])"
-            raise HostUnfit("its Python has no torch", host=link.name, hint=hint)
-        raise HostUnfit(
-            f"has torch {theirs}, this program has {torch.__version__}: major and minor version must be equal",
-            host=link.name,
-            hint=f'Image(pip=["torch=={torch.__version__.split("+")[0]}"])',
-        )
+        raise
     stream.emit([wire.SEED, torch.initial_seed() % (1 << 64), 0])  # torch.manual_seed may have come before
     stream.emit(patches.settings())
     return stream

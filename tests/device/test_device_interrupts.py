@@ -162,3 +162,18 @@ sky.synchronize()
 print(sky.memory(device)["tensors"] - before)
 """
     assert run(code) == "0\n"
+
+
+def test_while_a_device_is_opened() -> None:
+    """It can be opened again; nothing of the attempt stays in the program."""
+    code = """
+with sky.Compute("local", ui="none") as other:
+    assert interrupted(lambda: other.device("cpu"), 0.2)
+    assert float(torch.ones(3, device=other.device("cpu")).sum()) == 3
+compute.close()
+end = time.monotonic() + 60
+while (left := [thread.name for thread in threading.enumerate()]) != ["MainThread"] and time.monotonic() < end:
+    time.sleep(0.01)
+print(left)
+"""
+    assert run(code) == "['MainThread']\n"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -51,6 +52,7 @@ def measure(rows: list[Row], arena: Arena) -> tuple[list[Result], list[str]]:
     notes: list[str] = []
     for row in rows:
         print(f"{row.name}: {row.about}", file=sys.stderr)
+        started = time.monotonic()
         try:
             results.extend(row.run(arena))
         except Skip as reason:
@@ -61,6 +63,7 @@ def measure(rows: list[Row], arena: Arena) -> tuple[list[Result], list[str]]:
         except Exception as error:
             traceback.print_exc()
             notes.append(f"{row.name} crashed: {type(error).__name__}: {error}")
+        print(f"  {time.monotonic() - started:.0f} s", file=sys.stderr)
     return results, notes
 
 

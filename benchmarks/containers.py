@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import skyfab as sky
 from benchmarks.arena import Arena
 from benchmarks.result import Bar, Result, Skip
 from benchmarks.sample import alternate
-
-IMAGE = "localhost/skyfab-tests"
-"""Has sshd and Python. `./inv test --slow` makes it."""
-LIMITS = ("--ulimit=nofile=1024:1024", "--ulimit=nproc=10000:10000")
-"""For machines that allow no larger ones."""
+from tools.container_image import IMAGE, Unavailable, configure, make
 
 
 class Containers:
@@ -25,11 +23,12 @@ class Containers:
     about = "two containers ready for a call, against `podman run` and `ssh true` for each of the two by hand"
 
     def run(self, arena: Arena) -> Iterator[Result]:
-        try:
-            subprocess.run(["podman", "image", "exists", IMAGE], check=True)
-        except (OSError, subprocess.CalledProcessError):
-            raise Skip(f"there is no image {IMAGE}: ./inv test --slow makes it") from None
-        ours, baseline = alternate(arena.scale.first, _ours, _by_hand)
+        with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, configure(Path(folder))):
+            try:
+                make()
+            except Unavailable as error:
+                raise Skip(str(error)) from None
+            ours, baseline = alternate(arena.scale.first, _ours, _by_hand)
         yield Result(
             row=self.name,
             what="two containers ready for a call",
@@ -44,7 +43,7 @@ class Containers:
 def _ours() -> float:
     """Until the pool is open: a call could be made."""
     started = time.perf_counter()
-    with sky.Compute(provider=sky.Container(nodes=2, image=IMAGE, options=LIMITS), ui="none"):
+    with sky.Compute(provider=sky.Container(nodes=2, image=IMAGE), ui="none"):
         return time.perf_counter() - started
 
 
@@ -61,7 +60,7 @@ def _by_hand() -> float:
         started = time.perf_counter()
         try:
             for name in names:
-                _podman("run", "--rm", "-d", "-p", "127.0.0.1::22", *LIMITS, "--name", name, IMAGE, "sh", "-c", serve)
+                _podman("run", "--rm", "-d", "-p", "127.0.0.1::22", "--name", name, IMAGE, "sh", "-c", serve)
                 port = _podman("port", name, "22").strip().rpartition(":")[2]
                 ssh = ["ssh", "-F", "none", "-i", str(key), "-p", port, "-o", "StrictHostKeyChecking=no"]
                 ssh += ["-o", f"UserKnownHostsFile={folder}/known_hosts", "root@127.0.0.1", "true"]

@@ -24,7 +24,6 @@ _OWN_WAY: Final = frozenset(
         "lift",
         "lift_fresh",
         "lift_fresh_copy",
-        "_has_compatible_shallow_copy_type",
         "_fused_sdp_choice",
         "is_pinned",
         "_pin_memory",
@@ -92,7 +91,6 @@ def register() -> None:
         )
     _setup(TYPE, backend_module=torch_sky, device_guard=_Guard())
     torch.autograd.set_multithreading_enabled(False)
-    torch.__future__.set_swap_module_params_on_conversion(True)
     library = torch.library.Library("aten", "IMPL")
     _libraries.append(library)
     own_kernels = {**manual_kernels.kernels(), **composite_ops.undifferentiated(), **composite_ops.differentiable()}

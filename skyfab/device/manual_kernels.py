@@ -39,6 +39,8 @@ def kernels() -> dict[str, Callable[..., Any]]:
         "clone": _clone,
         "_to_copy": _to_copy,
         "_efficientzerotensor": torch.zeros,  # an ordinary tensor: the host has no other ones
+        # PyTorch asks before it assigns `data`: a module that moves between devices keeps its parameters
+        "_has_compatible_shallow_copy_type": lambda self, other: self.layout == other.layout,
         # PyTorch asks before it makes a nested one
         "_nested_tensor_from_mask_left_aligned": lambda padded, mask: False,
         "_local_scalar_dense": _item,
@@ -197,7 +199,7 @@ def _to_copy(
         return _to_copy_kernel(self, dtype=dtype or self.dtype, memory_format=memory_format)
     if device.type == TYPE and self.is_cpu and self.is_contiguous() and self.numel() and memory_format in _AS_IS:
         return _make(self, dtype or self.dtype, device)
-    meta = torch.empty_strided(self.shape, self.stride(), dtype=dtype or self.dtype, device="meta")
+    meta = torch.empty_strided(self.size(), self.stride(), dtype=dtype or self.dtype, device="meta")
     meta = torch.empty_like(meta, memory_format=memory_format)
     if is_remote(self) and device.type == TYPE and self.numel():
         stream = _stream(device)

@@ -6,6 +6,7 @@ import copy
 import io
 import pickle
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -114,7 +115,31 @@ def test_a_module_keeps_its_parameters(device: Any) -> None:
     assert weight.device == device
     assert weight.is_leaf
     model.cpu()
-    assert model[0].weight.device.type == "cpu"
+    assert model[0].weight is weight
+    assert weight.device.type == "cpu"
+
+
+def test_a_module_may_move_while_its_outputs_live(device: Any) -> None:
+    """Its parameters keep hooks, attributes and gradients, as between this machine's devices."""
+    model, seen = mlp(), list[str]()
+    weight = model[0].weight
+    weight.mine = "kept"
+    weight.register_hook(lambda gradient: seen.append(gradient.device.type))
+    reference = weakref.ref(weight)
+    alive = []
+    for move in (lambda: model.to(device), model.double, model.cpu, lambda: model.to(device), model.float):
+        move()
+        assert model[0].weight is reference() is weight
+        assert weight.mine == "kept"
+        assert weight.grad is None or (weight.grad.device, weight.grad.dtype) == (weight.device, weight.dtype)
+        alive.append(model(X.to(weight)))
+        alive[-1].sum().backward()
+    assert seen == [device.type, device.type, "cpu", device.type, device.type]
+
+
+def test_modules_of_this_machine_are_converted_as_without_a_device(device: Any) -> None:
+    assert not torch.__future__.get_swap_module_params_on_conversion()
+    assert nn.LazyLinear(3).to(device)(X.to(device)).shape == (32, 3)
 
 
 @pytest.mark.parametrize("options", [{}, {"pin_memory": True}, {"num_workers": 2}])

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +24,16 @@ class Arena:
     lab: Lab
     inventory: Inventory
     scale: Scale
+    stack: ExitStack = field(default_factory=ExitStack)
+    others: list[Arena] = field(default_factory=list)
 
     @classmethod
     @contextmanager
     def open(cls, scale: Scale, *, hosts: int = 4) -> Iterator[Arena]:
         """Starts a lab of its own."""
         default = {"KexAlgorithms": "+curve25519-sha256"}  # ssh's own choice: a lab leaves the slow one out
-        with Lab.start(count=hosts, python=sys.executable, sshd=default) as lab:
-            yield cls.on(lab, scale)
+        with Lab.start(count=hosts, python=sys.executable, sshd=default) as lab, ExitStack() as stack:
+            yield replace(cls.on(lab, scale), stack=stack)
 
     @classmethod
     def on(cls, lab: Lab, scale: Scale) -> Arena:
@@ -39,6 +41,12 @@ class Arena:
         found = Inventory.of(lab.inventory)
         by_ssh = {name: replace(host, transport="openssh") for name, host in found.hosts.items()}
         return cls(lab=lab, inventory=replace(found, hosts=by_ssh), scale=scale)
+
+    def crowd(self) -> Arena:
+        """As many hosts as the largest pool has: a lab that is started once, and stays until this one ends."""
+        if not self.others:
+            self.others.append(self.stack.enter_context(Arena.open(self.scale, hosts=max(self.scale.hosts))))
+        return self.others[0]
 
     @property
     def hosts(self) -> list[Host]:

@@ -20,8 +20,8 @@ class Ask:
     about = "skyfab hosts and skyfab exec -- true on one host, against `ssh host true`; and on 64, against one"
 
     def run(self, arena: Arena) -> Iterator[Result]:
-        count = max(arena.scale.hosts)
-        with Arena.open(arena.scale, hosts=count) as crowd, crowd.ssh(crowd.first, "true") as argv:
+        count, crowd = max(arena.scale.hosts), arena.crowd()
+        with crowd.ssh(crowd.first, "true") as argv:
             for what, words in _COMMANDS.items():
 
                 def ours(hosts: int, words: list[str] = words) -> float:

@@ -27,9 +27,9 @@ class Many:
     about = "open, first @, next @, map and close at 1, 4, 16 and 64 hosts, against one; memory and threads here"
 
     def run(self, arena: Arena) -> Iterator[Result]:
-        with Arena.open(arena.scale, hosts=max(arena.scale.hosts)) as crowd:
-            taken = _taken(crowd)
-            weights = [_weight(crowd, count) for count in (1, max(arena.scale.hosts))]
+        crowd = arena.crowd()
+        taken = _taken(crowd)
+        weights = [_weight(crowd, count) for count in (1, max(arena.scale.hosts))]
         for step in next(iter(taken.values())):
             for count, laps in taken.items():
                 yield _result(self.name, step, count, laps[step], taken[1][step], arena.scale)

@@ -21,7 +21,7 @@ class Scale:
     maps: int = 10
     size: int = 1024
     """MiB of the large tensor."""
-    bulk: int = 5
+    bulk: int = 3
     one_way: int = 2
     arrays: tuple[str, ...] = ("torch", "numpy")
     """The library of the tensor: the first of these that is installed."""
@@ -32,10 +32,10 @@ class Scale:
     """Packages of an environment."""
     extra: str = "colorama"
     """One more package."""
-    builds: int = 3
-    starts: int = 5
+    builds: int = 2
+    starts: int = 3
     """Starts up to the first step of DDP."""
-    crews: int = 3
+    crews: int = 2
     """Sets of ranks whose steps are timed."""
     laps: int = 10
     """Laps of each of these sets, alternating with laps of plain ssh."""
@@ -43,7 +43,7 @@ class Scale:
     """Steps of a lap."""
     away: tuple[float, ...] = (2.0, 4.0, 8.0)
     """Seconds for which a link drops all packets: less than until the connection is suspect, about that, and more."""
-    cuts: int = 5
+    cuts: int = 3
     """Number of such outages."""
     hosts: tuple[int, ...] = (1, 4, 16, 64)
     """Numbers of hosts of the pools."""
@@ -58,7 +58,7 @@ class Scale:
     """Files of a folder that is sent."""
     file: int = 512
     """MiB of the large file."""
-    trips: int = 5
+    trips: int = 3
     """Transfers of each."""
     examined: int = 16
     """Hosts of an examination."""

@@ -31,8 +31,7 @@ class Top:
 
     def run(self, arena: Arena) -> Iterator[Result]:
         count = max(arena.scale.hosts)
-        with Arena.open(arena.scale, hosts=count) as crowd:
-            own, ssh = _share(crowd, count)
+        own, ssh = _share(arena.crowd(), count)
         what = f"top, {count} hosts, of a core"
         yield Result(row=self.name, what=what, unit="%", ours=own, bar=Bar(10.0, on="value"))
         yield Result(row=self.name, what=f"{what}, its ssh", unit="%", ours=ssh)

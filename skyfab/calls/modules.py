@@ -187,7 +187,7 @@ def folders_above(path: Path) -> Iterator[Path]:
 
 def _loaded_modules() -> Iterator[str]:
     """The names of the user's own modules that this process has loaded."""
-    for name, module in list(sys.modules.items()):
+    for name, module in sys.modules.copy().items():  # another thread may import one, also while `list` copies
         file, spec = getattr(module, "__file__", None), getattr(module, "__spec__", None)
         if isinstance(file, str) and _is_own(file):
             yield spec.name if name == "__main__" and spec is not None else name

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
+import sys
 import tempfile
 import threading
 import time
@@ -51,6 +53,27 @@ def test_calls_from_several_threads_see_no_error_while_folders_come_and_go(folde
     over.set()
     assert all(future.result(10) for future in asking)
     found.close()
+
+
+def test_modules_may_be_imported_while_those_that_are_loaded_are_listed(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread, at any moment: here whenever the garbage collector runs."""
+    names = [f"imported_meanwhile{number}" for number in range(10_000)]
+
+    def import_one(phase: str, _: object) -> None:
+        if phase == "start" and names:
+            monkeypatch.setitem(sys.modules, names.pop(), sys)
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(import_one)
+    gc.set_threshold(20)
+    try:
+        assert project.Project(sky.Image(includes=[str(folder)])).tree().files
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(import_one)
+    assert len(names) < 10_000
 
 
 def test_what_was_written_before_a_call_counts_for_every_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

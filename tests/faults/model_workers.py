@@ -508,7 +508,7 @@ class Interrupted(Worker):
         self.count += 1
         signal.setitimer(signal.ITIMER_REAL, self._chance.uniform(0.001, 0.3))
         kind = "raises" if self._gave_up else self._chance.choice(["raises", "returns", "returns", "calls"])
-        if not self._may_raise or kind == "returns":
+        if not self._may_raise or kind == "returns" or _is_finalizing(frame):
             return
         self._may_raise = False
         if kind == "raises":
@@ -548,6 +548,13 @@ def _can(pool: Pool, kind: str) -> bool:
     if kind in ON_MACHINES and not pool.machines:
         return False
     return pool.has_torch or kind not in WITH_TORCH
+
+
+def _is_finalizing(frame: FrameType | None) -> bool:
+    """Whether Python would drop an exception: the garbage collector has called something."""
+    while frame is not None and frame.f_code.co_name not in ("_remove", "remove", "__del__"):
+        frame = frame.f_back
+    return frame is not None
 
 
 def _seeded(chance: random.Random) -> Any:

@@ -12,7 +12,7 @@ import signal
 import threading
 import traceback
 from _signal import getsignal  # type: ignore[import-not-found]  # without enums: 15 times as fast
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from types import FrameType
 from typing import Any, Final, TypeVar
@@ -190,6 +190,12 @@ class GuardedFuture(Future[Any]):
         super().__init__()
         self._condition: Any = GuardedCondition()
         self._waiters: list[Any] = _Waiters()
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        """``await (f(x) > compute)``: the event loop keeps running. Cancelling the task cancels the call."""
+        import asyncio
+
+        return asyncio.wrap_future(self).__await__()
 
 
 class _Waiters(list[Any]):

@@ -28,7 +28,7 @@ MOST_ENTRIES: Final = 1_000_000
 LARGEST: Final = 1 << 50
 """Bytes of one file."""
 _LONGEST: Final = 4096
-_LATEST: Final = 1 << 62
+_LATEST: Final = 1 << 90
 _OUTER: Final = re.compile(rb"(?:^|/)\.{0,2}(?:/|\Z)|\0")
 PART: Final = (b".skyfab-", b".part")
 """How the names of incomplete files begin and end. They are never transferred."""

@@ -34,7 +34,7 @@ def read(text: str, source: str) -> Contents:
     """The hosts and groups of a document. Raises one `InventoryError` with all mistakes."""
     try:
         tables = toml.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         hint = "put tables in [brackets], strings in quotes"
         said = str(error)
         if twice := re.match(r"Cannot declare \('(.*?)',?\) twice", said):
@@ -123,6 +123,8 @@ class _Reader:
             if name in self.hosts:
                 self.note(place, f"defines {name} again", f"it is already in {_shown(self.places[name])}")
                 continue
+            if name == LOCAL.name and address is not None:
+                self.note((*place, "address"), f"{name} is this machine, without SSH", "rename the host")
             own = values | ({} if address is None else self.keys(place, {"address": address}))
             self.places[name] = place
             self.hosts[name] = _host(name, own, defaults)

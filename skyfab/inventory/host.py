@@ -17,6 +17,7 @@ from skyfab.errors import UsageError
 
 # Allowlists, not blocklists: these values end up on ssh's command line and in its ProxyCommand.
 NAME = re.compile(r"\w[\w.+-]*")
+MOST_SLOTS = 4096
 _USER = r"\w([\w.+\\@-]*[\w-])?"
 _PLACE = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>\w[\w.+-]*))(?::(?P<port>[0-9]{1,5}))?")
 _IPV6 = re.compile(r"[0-9a-fA-F:.]+(%\w[\w.-]*)?")
@@ -256,8 +257,9 @@ def _gpus(value: object) -> Literal["auto"] | tuple[int, ...]:
 
 def _slots(value: object) -> int:
     slots = _integer(value)
-    if slots < 1:
-        raise UsageError(f"must be 1 or more, not {slots}", hint="exclude a host from a selection with !name")
+    if not 1 <= slots <= MOST_SLOTS:
+        hint = "exclude a host from a selection with !name"
+        raise UsageError(f"must be between 1 and {MOST_SLOTS:,}, not {slots}", hint=hint)
     return slots
 
 

@@ -34,7 +34,7 @@ from skyfab.calls.refs import Ref, put
 from skyfab.detached.run import Run, attach
 from skyfab.errors import UsageError
 from skyfab.files.transfer import Report
-from skyfab.inventory.host import Host
+from skyfab.inventory.host import MOST_SLOTS, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.plugins.base import Plugin
 from skyfab.pool.broadcast import Broadcasts
@@ -550,8 +550,8 @@ def _check_options(
     """Raises UsageError for invalid options."""
     if ranks != "auto" and (type(ranks) is not int or ranks < 1):
         raise UsageError(f"invalid ranks={ranks!r}: expected 1 or more, or 'auto'")
-    if slots is not None and (type(slots) is not int or slots < 1):
-        raise UsageError(f"invalid slots={slots!r}: expected 1 or more")
+    if slots is not None and (type(slots) is not int or not 1 <= slots <= MOST_SLOTS):
+        raise UsageError(f"invalid slots={slots!r}: expected 1 to {MOST_SLOTS:,}")
     if not _is_number(lease) or not lease >= 1:
         raise UsageError(f"invalid lease={lease!r}: expected a number of seconds, at least 1")
     if heartbeat_timeout is not None and not (_is_number(heartbeat_timeout) and heartbeat_timeout > 0):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import CANCELLED
 from typing import Any, TypeVar
@@ -56,12 +56,6 @@ class CallFuture(GuardedFuture, ShownAsTable):
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         return ("call", "host", "state"), [(self.label, self.node.name if self.node else "–", self.state)]
-
-    def __await__(self) -> Generator[Any, None, Any]:
-        """``await (f(x) > compute)``: the event loop keeps running. Cancelling the task cancels the call."""
-        import asyncio
-
-        return asyncio.wrap_future(self).__await__()
 
     def result(self, timeout: float | None = None) -> Any:
         self._check_wait()

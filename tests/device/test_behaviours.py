@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import io
 import pickle
@@ -11,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
+import skyfab as sky
 
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
@@ -135,6 +138,13 @@ def test_a_module_may_move_while_its_outputs_live(device: Any) -> None:
         alive.append(model(X.to(weight)))
         alive[-1].sum().backward()
     assert seen == [device.type, device.type, "cpu", device.type, device.type]
+
+
+def test_what_is_fetched_can_be_awaited(device: Any) -> None:
+    async def fetched() -> Any:
+        return await sky.fetch(X.to(device))
+
+    assert torch.equal(asyncio.run(fetched()), X)
 
 
 def test_modules_of_this_machine_are_converted_as_without_a_device(device: Any) -> None:

@@ -125,7 +125,7 @@ def test_a_link_leads_inside_or_not(path: bytes, link: bytes, inside: bool) -> N
         row(size=1 << 60),
         row(size=True),
         row(size="1"),
-        row(time=1 << 70),
+        row(time=1 << 100),
         row(time=1.5),
         row(mode=0o4755),
         row(mode=-1),
@@ -142,3 +142,14 @@ def test_a_link_leads_inside_or_not(path: bytes, link: bytes, inside: bool) -> N
 def test_a_row_that_could_do_harm_is_refused(bad: Any) -> None:
     with pytest.raises(ProtocolError):
         Entry.parse(bad)
+
+
+def test_any_time_of_a_file_system_is_one(tmp_path: Path) -> None:
+    """After 2262, nanoseconds do not fit into 64 bits."""
+    late = 15_000_000_000_000_000_000
+    (tmp_path / "late").touch()
+    os.utime(tmp_path / "late", ns=(late, late))
+    about = (tmp_path / "late").stat()
+    entry = Entry.parse(Entry.of(b"late", about).row)
+    assert entry.time == about.st_mtime_ns
+    os.utime(tmp_path / "late", ns=(entry.time, entry.time))

@@ -488,6 +488,11 @@ def test_what_ssh_or_a_shell_could_take_for_something_else_is_not_an_address(tex
         ('[hosts."a\\nb"]', '[hosts."a\\nb"]: not a valid host name', "letters, digits"),
         ("[hosts.'a[1-']", "[hosts.\"a[1-\"]: invalid range in 'a[1-'", "node[1-4]"),
         ("[hosts.all]", '[hosts.all]: "all" is reserved in selections', "rename the"),
+        (
+            '[hosts.local]\naddress = "10.0.0.1"',
+            "[hosts.local] address: local is this machine, without SSH",
+            "rename the host",
+        ),
         ("[hosts.none]", '[hosts.none]: "none" is reserved in selections', "rename the host"),
         ("[hosts.a2]\n[hosts.'a[1-2]']", '[hosts."a[1-2]"]: defines a2 again', "already in [hosts.a2]"),
         (
@@ -574,7 +579,8 @@ def test_a_mistake_is_one_error_with_file_table_key_and_hint(text: str, message:
         ("gpus", "[true]", "must be an integer, not a boolean", ""),
         ("gpus", "[0, 0]", "must be distinct numbers, 0 or more", "nvidia-smi"),
         ("gpus", "[-1]", "must be distinct numbers, 0 or more", "nvidia-smi"),
-        ("slots", "0", "must be 1 or more, not 0", "!name"),
+        ("slots", "0", "must be between 1 and 4,096, not 0", "!name"),
+        ("slots", "1000000", "must be between 1 and 4,096, not 1000000", "!name"),
         ("slots", "false", "must be an integer, not a boolean", ""),
         ("cache", '"scratch"', "must be an absolute path on the host: 'scratch'", "~/"),
         ("transport", '"tcp"', "unknown transport: 'tcp'", "one of auto, openssh, fabric, local"),
@@ -616,6 +622,10 @@ def test_what_is_not_toml_is_reported_with_its_line(text: str) -> None:
     assert error.hint
 
 
+def test_a_document_of_brackets_only_is_not_toml() -> None:
+    assert mistake(f"a = {'[' * 100_000}").message.startswith("inv.toml: not valid TOML: ")
+
+
 def test_a_table_that_is_there_twice_is_named_as_in_the_file() -> None:
     message = mistake("[hosts.node1]\n[hosts.node1]").message
     assert message.startswith("inv.toml: not valid TOML: [hosts.node1] is defined twice (at line 2")
@@ -635,7 +645,8 @@ def test_all_mistakes_are_reported_at_once_the_count_first_each_on_its_line() ->
         """)
     assert str(error).splitlines() == [
         "inv.toml: 5 mistakes",
-        "  inv.toml:3: [defaults] slots: must be 1 or more, not 0 (exclude a host from a selection with !name)",
+        "  inv.toml:3: [defaults] slots: must be between 1 and 4,096, not 0"
+        " (exclude a host from a selection with !name)",
         '  inv.toml:5: [hosts.a]: unknown key "prot" (did you mean port?)',
         "  inv.toml:6: [hosts.a] port: must be an integer, not a string (write it without quotes)",
         "  inv.toml:10: [groups] h: contains itself: h → h (remove one of them)",

@@ -56,13 +56,14 @@ class Changes:
         return self._fd >= 0
 
     def changed(self) -> bool:
-        """Whether something has changed since the last check."""
-        if self._fd < 0 or not self._ask(0):
-            return False
+        """Whether something has changed since the last `forget`."""
+        return self._fd >= 0 and bool(self._ask(0))
+
+    def forget(self) -> None:
+        """The folders are about to be read: what has changed until now is of no interest."""
         with contextlib.suppress(BlockingIOError):
-            while os.read(self._fd, 65536):
+            while self._fd >= 0 and os.read(self._fd, 65536):
                 pass
-        return True
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -83,6 +83,8 @@ class Project:
             now = time.monotonic()
             has_changed = self._changes.changed()
             if has_changed or now >= self._next_scan or len(sys.modules) != self._modules or anew:
+                self._next_scan = 0.0  # if a handler of signals raises meanwhile, the next call scans again
+                self._changes.forget()
                 self._scan()
                 spent = time.monotonic() - now
                 self._next_scan = now + (max(1.0, 100 * spent) if self._changes.active else 10 * spent)

@@ -57,8 +57,8 @@ class ProjectSync:
             behind = [node for node in self._nodes if node.lost is None and not node.knows(tree)]
             while not all(results_of(for_each_host(functools.partial(_learns, tree), behind))):
                 tree = self._project.tree(anew=True)  # a file has changed since the tree was read
-            self.tree = tree
             use_tree(tree.digest)
+            self.tree = tree  # last: if a handler of signals raises before, the next call does all of it again
         return tree.digest
 
     def take_back(self, node: Node, accept: Callable[[], None]) -> None:

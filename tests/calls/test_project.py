@@ -76,6 +76,25 @@ def test_modules_may_be_imported_while_those_that_are_loaded_are_listed(
     assert len(names) < 10_000
 
 
+def test_an_edit_counts_though_a_signal_has_interrupted_the_call_that_noticed_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Ctrl-C does: the next call still sends the new code."""
+    found = project.Project(sky.Image(includes=[str(folder)]))
+    before = found.tree()
+    (folder / "one.py").write_text("value = 2\n")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as context:
+        context.setattr(project, "Modules", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            found.tree()
+    assert found.tree().digest != before.digest
+    found.close()
+
+
 def test_what_was_written_before_a_call_counts_for_every_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One thread has noticed the change and reads the folders; another one that asks meanwhile gets the new tree."""
     found = project.Project(sky.Image(includes=[str(folder)]))

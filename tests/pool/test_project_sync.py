@@ -64,6 +64,23 @@ def test_a_thread_that_read_an_older_version_does_not_bring_it_back(sync: Projec
     assert set(plans[1:]) == {"new"}
 
 
+def test_an_edit_counts_though_a_signal_has_interrupted_the_call_that_has_sent_it(
+    sync: ProjectSync, project: FakeProject
+) -> None:
+    plans = list[str]()
+
+    def interrupt(_: str) -> None:
+        raise KeyboardInterrupt
+
+    sync.open([FakeNode()])  # type: ignore[list-item]
+    sync.digest(plans.append)
+    project.now = FakeTree("new")
+    with pytest.raises(KeyboardInterrupt):
+        sync.digest(interrupt)
+    assert sync.digest(plans.append) == "new"
+    assert plans == ["old", "new"]
+
+
 def test_a_thread_that_waits_while_the_pool_is_closed_and_opened_again_syncs_the_new_nodes(
     sync: ProjectSync, project: FakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,5 +75,7 @@ def given() -> int:
 
 @sky.function
 def was_broken(seconds: float) -> bool:
-    """Whether a client of `give` went away."""
-    return _broken.wait(seconds)
+    """Whether a client of `give` went away since the last time."""
+    found = _broken.wait(seconds)
+    _broken.clear()
+    return found

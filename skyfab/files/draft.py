@@ -54,21 +54,21 @@ class Draft:
         """`folder` is a file descriptor."""
         self._folder = os.dup(folder)
         self._name = name
+        self._mode = mode
         self._part = part_of(name)
         self.fd = -1
         try:
-            self._take(mode, time.monotonic() + _PATIENCE)
+            self._take(time.monotonic() + _PATIENCE)
             self.size = os.fstat(self.fd).st_size
-            os.fchmod(self.fd, mode)
         except BaseException:
             self.close()
             raise
 
-    def _take(self, mode: int, deadline: float) -> None:
+    def _take(self, deadline: float) -> None:
         """Opens and locks the file."""
-        size = -1
+        size = float("inf")
         while True:
-            self.fd = os.open(self._part, _OPEN, mode | 0o600, dir_fd=self._folder)
+            self.fd = os.open(self._part, _OPEN, 0o600, dir_fd=self._folder)
             about = os.fstat(self.fd)
             if about.st_uid != os.geteuid() or about.st_nlink > 1:  # another user may have put it there
                 break
@@ -76,22 +76,19 @@ class Draft:
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_there():
                     return
-                before = size
             except BlockingIOError:
-                before, size = size, os.fstat(self.fd).st_size
+                if time.monotonic() > deadline or about.st_size > size:  # it makes progress
+                    break
+                size = about.st_size
+                time.sleep(_PAUSE)
             except OSError:  # a file system without locks: another transfer may be writing to it
                 break
             os.close(self.fd)
             self.fd = -1
-            if before == size == -1:
-                continue  # it was renamed in between
-            if time.monotonic() > deadline or -1 < before < size:
-                break
-            time.sleep(_PAUSE)
-        if self.fd >= 0:
-            os.close(self.fd)
+        os.close(self.fd)
+        self.fd = -1
         self._part = own_part()
-        self.fd = os.open(self._part, _OPEN | os.O_EXCL, mode | 0o600, dir_fd=self._folder)
+        self.fd = os.open(self._part, _OPEN | os.O_EXCL, 0o600, dir_fd=self._folder)
 
     def _is_there(self) -> bool:
         try:
@@ -116,7 +113,8 @@ class Draft:
             raise
 
     def commit(self, time: int) -> None:
-        """The file is complete, and gets its name and the time of its last modification."""
+        """The file is complete, and gets its name, its mode and the time of its last modification."""
+        os.fchmod(self.fd, self._mode)  # not before: without write permission it could not be resumed
         os.utime(self.fd, ns=(time, time))
         os.rename(self._part, self._name, src_dir_fd=self._folder, dst_dir_fd=self._folder)
         self.close()

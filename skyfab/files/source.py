@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import glob
 import os
 import stat
@@ -45,7 +46,7 @@ class Source:
         rows: list[Row] = []
         for entry, path in self._found:
             if len(self.paths) >= MOST_ENTRIES:
-                raise OSError(7, f"more than {MOST_ENTRIES} files and folders")
+                raise OSError(errno.E2BIG, f"more than {MOST_ENTRIES} files and folders")
             self.paths.append(path)
             rows.append(entry.row)
             if len(rows) == ROWS:
@@ -105,8 +106,7 @@ class Source:
                 room -= len(content)
                 found.append([number, len(content), about.st_mtime_ns])
                 contents.append(content)
-        data = contents[0] if len(contents) == 1 else b"".join(contents)
-        return found, data
+        return found, b"".join(contents)  # which copies nothing if there is one
 
     def piece(self, number: int, at: int, size: int) -> tuple[bool, bytes]:
         """A part of a large file, and whether that has been changed since it was opened for its first part."""
@@ -125,7 +125,7 @@ class Source:
         with opened(self.paths[number], os.O_RDONLY | os.O_NONBLOCK) as fd:
             about = os.fstat(fd)
             if not stat.S_ISREG(about.st_mode):  # replaced since it was listed
-                raise FileNotFoundError(2, "no longer a file", self.paths[number])
+                raise FileNotFoundError
             yield fd, about
 
 
@@ -170,7 +170,8 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
         for match in [path] if os.path.lexists(path) else sorted(glob.iglob(path, recursive=True)):
             clean = os.path.normpath(match)
             outside = clean.startswith(b"/") or clean.split(b"/")[0] == b".."
-            place = b"" if clean == b"." else os.path.basename(clean) if outside else clean
+            kept = os.path.basename(clean) if outside else clean
+            place = b"" if kept in (b".", b"..") else kept
             if not seen.isdisjoint(and_above(clean)) or not os.path.lexists(match):  # glob yields d/ for d/** unseen
                 continue
             seen.add(clean)
@@ -180,7 +181,7 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
 def expected(patterns: Sequence[bytes]) -> Callable[[bytes], bool]:
     """Whether `matching` lists a path for these patterns if its machine has it. A hostile one may list anything."""
     wanted = [os.path.normpath(pattern).split(b"/") for pattern in patterns]
-    if [b"."] in wanted or [b"", b""] in wanted:  # everything, as its source has it
+    if any(words[-1] in (b"", b".", b"..") for words in wanted):  # everything, as its source has it
         return lambda path: True
     for words in wanted:
         if words[0] in (b"", b"..") or words[0].startswith(b"~"):

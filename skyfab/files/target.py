@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import stat
 
@@ -112,7 +113,7 @@ class Target:
         except FileNotFoundError:
             return MISSING, begun, ""
         if stat.S_ISDIR(about.st_mode):
-            raise IsADirectoryError(21, "expected a file, found a folder", self._shown(entry))
+            raise IsADirectoryError(errno.EISDIR, "expected a file, found a folder", self._shown(entry))
         if self._keep_newer and about.st_mtime_ns > entry.time + _SECOND:
             return NEWER, 0, ""
         if not stat.S_ISREG(about.st_mode) or about.st_size != entry.size:
@@ -258,7 +259,7 @@ class Target:
                 self._made.add(path)
             fd = os.open(name, _INNER, dir_fd=parent)
         except OSError as error:
-            is_link = error.errno in (20, 40, 62)  # ENOTDIR, ELOOP of Linux and of macOS
+            is_link = error.errno in (errno.ENOTDIR, errno.ELOOP)
             what = "expected a folder, found a link or a file" if is_link else error.strerror
             raise OSError(error.errno, what, os.path.join(self.path, path)) from None
         while len(self._open) > _FOLDERS:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from skyfab.errors import ProtocolError
-from skyfab.files.entries import FILE, FOLDER, LINK, Entry, leads_inside, name, text, walk
+from skyfab.files.entries import FILE, FOLDER, LINK, Entry, leads_inside, name, shown, text, walk, words
 
 ODD = [b"plain", b" spaces ", b"new\nline", b"quo'te\"s", b"-dash", b"\xff\xfe", "ünïcode".encode(), b"*?[a]", b"\\"]
 
@@ -100,6 +100,9 @@ def test_sockets_and_pipes_are_left_out(tmp_path: Path, monkeypatch: pytest.Monk
         (b"a/b", b"c/../../..", False),
         (b"p/q/e", b"d/../x", False),  # d may be a link to the top, whose parent is outside
         (b"a", b"b\0c", False),
+        (b"a", b"x" * 4096, True),
+        (b"a", b"x" * 4097, False),
+        (b"a/b/c", b"..//./../d", True),
     ],
 )
 def test_a_link_leads_inside_or_not(path: bytes, link: bytes, inside: bool) -> None:
@@ -127,7 +130,10 @@ def test_a_link_leads_inside_or_not(path: bytes, link: bytes, inside: bool) -> N
         row(size="1"),
         row(time=1 << 100),
         row(time=1.5),
+        row(time=-(1 << 100)),
         row(mode=0o4755),
+        row(mode=0o1000),
+        row(path="x" * 4097),
         row(mode=-1),
         row(kind=LINK, link="../x"),
         row(kind=LINK, link="/x"),
@@ -153,3 +159,64 @@ def test_any_time_of_a_file_system_is_one(tmp_path: Path) -> None:
     entry = Entry.parse(Entry.of(b"late", about).row)
     assert entry.time == about.st_mtime_ns
     os.utime(tmp_path / "late", ns=(entry.time, entry.time))
+
+
+def test_rows_at_the_limits_are_accepted() -> None:
+    for good in (row(size=1 << 50), row(size=0), row(mode=0o777), row(mode=0), row(time=-1), row(path="x" * 4096)):
+        assert Entry.parse(good).row == good
+    linked = row(path="a/b", kind=LINK, link="../c")
+    assert Entry.parse(linked).row == linked
+
+
+def test_paths_and_errors_are_shown_to_people() -> None:
+    assert [shown(path) for path in (b"plain", "ünï", b"\xff", "a\x1b[2J")] == ["plain", "ünï", "\\udcff", "a\\x1b[2J"]
+    assert words(FileNotFoundError(2, "No such file", b"a\nb")) == "No such file: a\\nb"
+    assert words(OSError("odd")) == "odd"
+    assert words(PermissionError(13, "Permission denied")) == "Permission denied"
+
+
+def test_one_file_is_listed_at_its_place(tmp_path: Path) -> None:
+    (tmp_path / "real").write_text("abc")
+    (tmp_path / "link").symlink_to("real")
+    for top in ("real", "link"):
+        found, skipped = listed(tmp_path / top, b"there")
+        assert ({path: (entry.kind, entry.size) for path, entry in found.items()}, skipped) == (
+            {b"there": (FILE, 3)},
+            [],
+        )
+    os.mkfifo(tmp_path / "pipe")
+    assert listed(tmp_path / "pipe", b"there") == ({}, [(b"there", "neither a file nor a folder")])
+
+
+def test_names_that_only_begin_or_end_as_those_of_drafts_are_listed(tmp_path: Path) -> None:
+    for file in (".skyfab-x", "x.part", ".skyfab-x.part"):
+        (tmp_path / file).touch()
+    assert sorted(listed(tmp_path)[0]) == [b".skyfab-x", b"x.part"]
+
+
+def test_a_folder_is_listed_in_the_order_of_names_and_as_it_is_chosen(tmp_path: Path) -> None:
+    for folder in ("b", "a", "c"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "x").touch()
+    (tmp_path / "top").symlink_to("a")
+    found = walk(os.fsencode(tmp_path), b"in", [], lambda child, path: path not in (b"in/b", b"in/c/x"))
+    assert [entry.path for entry, _ in found] == [b"in", b"in/a", b"in/c", b"in/top", b"in/a/x"]
+
+
+def test_the_folder_itself_must_be_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One below it is left out. (root can read everything.)"""
+    (tmp_path / "inner").mkdir()
+    scandir = os.scandir
+    for folder, is_top in ((tmp_path, True), (tmp_path / "inner", False)):
+
+        def refuse(path: bytes, unreadable: bytes = os.fsencode(folder)) -> Any:
+            if path == unreadable:
+                raise PermissionError(13, "Permission denied", path)
+            return scandir(path)
+
+        monkeypatch.setattr(os, "scandir", refuse)
+        if is_top:
+            with pytest.raises(PermissionError):
+                listed(tmp_path, b"in")
+        else:
+            assert listed(tmp_path, b"in")[1] == [(b"in/inner", "not readable")]

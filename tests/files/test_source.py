@@ -1,0 +1,190 @@
+"""`Source` by itself: what it lists, and how files are read that change meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyfab.files.entries import FILE, walk
+from skyfab.files.source import GONE, PIECE, SMALL, Source, expected, matching
+
+
+@pytest.fixture
+def top(tmp_path: Path) -> Path:
+    (tmp_path / "top").mkdir()
+    for name in "abcde":
+        (tmp_path / "top" / name).write_text(name * 10)
+    return tmp_path / "top"
+
+
+@pytest.fixture
+def source(top: Path) -> Iterator[Source]:
+    with contextlib.closing(Source(list(walk(os.fsencode(top), b"", [])), [])) as made:
+        yield made
+
+
+def sha256(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()
+
+
+def test_entries_are_listed_in_replies_of_limited_length(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyfab.files.source.ROWS", 2)
+    left_out = [(b"\xff", "why")]
+    source = Source(walk(os.fsencode(top), b"", []), left_out)
+    assert [len(source.rows()[0]) for _ in range(2)] == [2, 2]
+    left_out.append((b"late", "why"))
+    assert [(len(rows), skipped) for rows, skipped in (source.rows(), source.rows())] == [
+        (1, [("late", "why")]),
+        (0, []),
+    ]
+
+
+def test_more_entries_than_a_transfer_may_have(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyfab.files.source.MOST_ENTRIES", 4)
+    with pytest.raises(OSError, match="more than 4 files and folders") as raised:
+        source.rows()
+    assert raised.value.errno == errno.E2BIG
+    monkeypatch.setattr("skyfab.files.source.MOST_ENTRIES", 5)
+    assert source.rows() == ([], [])
+
+
+def test_digests_are_of_the_beginning_and_empty_for_what_is_shorter_or_gone(source: Source, top: Path) -> None:
+    source.rows()
+    (top / "b").unlink()
+    (top / "c").unlink()
+    (top / "c").mkdir()
+    for digest in (source.digest, source.hold):
+        assert digest(0, 10) == sha256(b"a" * 10)
+        assert digest(0, 4) == sha256(b"a" * 4)
+        assert digest(0, 11) == ""
+        assert digest(1, 10) == ""
+    assert source.digest(2, 1) == "", "a folder has taken its place"
+    source.hold(1, 10)
+    assert source.digest_held(10) == "", "of no file, not of the last one"
+
+
+def test_long_files_are_digested_whole(source: Source, top: Path) -> None:
+    source.rows()
+    content = os.urandom(2 * PIECE + 5)
+    (top / "a").write_bytes(content)
+    assert source.digest(0, len(content)) == sha256(content)
+    assert source.digest(0, PIECE + 1) == sha256(content[: PIECE + 1])
+
+
+def test_files_are_packed_one_after_another(source: Source, top: Path) -> None:
+    source.rows()
+    os.utime(top / "c", ns=(7, 7))
+    (top / "b").unlink()
+    found, data = source.pack([1, 2, 0], 100)
+    assert (found[0], found[1], found[2][:2]) == ([1, GONE, 0], [2, 10, 7], [0, 10])
+    assert data == b"c" * 10 + b"a" * 10
+    assert [size for _, size, _ in source.pack([2, 3, 0, 4], 30)[0]] == [10, 10, 10, GONE]
+    assert source.pack([1], 100) == ([[1, GONE, 0]], b"")
+
+
+def test_a_file_that_comes_in_small_reads_is_read_to_its_end(
+    source: Source, top: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one of /proc, which has no size; it may be too large in the end."""
+    source.rows()
+    sizes = {0: 3 * 10, 1: SMALL, 2: SMALL + 1}
+    read, left = os.read, dict(sizes)
+    numbers = {(top / name).stat().st_ino: number for number, name in enumerate("abc")}
+
+    def read_some(fd: int, size: int) -> bytes:
+        number = numbers.get(os.fstat(fd).st_ino)
+        if number is None:
+            return read(fd, size)
+        size = min(size, left[number], 400_000 if number else 11)
+        left[number] -= size
+        return bytes(size)
+
+    monkeypatch.setattr(os, "read", read_some)
+    found, data = source.pack([0, 1, 2], 2 * SMALL)
+    assert [size for _, size, _ in found] == [30, SMALL, GONE]
+    assert len(data) == 30 + SMALL
+
+
+def test_pieces_are_of_the_file_that_was_opened_for_the_first_one(source: Source, top: Path) -> None:
+    source.rows()
+    assert source.piece(0, 5, 5) == (True, b""), "none was opened"
+    assert source.piece(0, 0, 5) == (False, b"aaaaa")
+    assert source.piece(1, 5, 5) == (True, b""), "another one was opened"
+    assert source.piece(0, 5, 5) == (False, b"aaaaa")
+    assert source.piece(0, 8, 5) == (True, b"aa")
+    assert source.piece(0, 20, 5) == (True, b"")
+    (top / "a").write_text("b" * 20)
+    assert source.piece(0, 5, 5) == (True, b"bbbbb")
+    assert source.piece(0, 0, 5) == (False, b"bbbbb"), "it was opened again"
+    (top / "a").unlink()
+    assert source.piece(0, 5, 5) == (False, b"bbbbb")
+    assert source.piece(0, 0, 5) == (True, b"")
+
+
+def test_a_piece_that_is_read_in_parts(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
+    source.rows()
+    pread = os.pread
+    monkeypatch.setattr(os, "pread", lambda fd, size, at: pread(fd, min(size, 3), at))
+    assert source.piece(0, 0, 10) == (False, b"a" * 10)
+    assert source.piece(0, 4, 10) == (True, b"a" * 6)
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "here" / "d" / "e").mkdir(parents=True)
+    for path in ("x", "here/y", "here/d/z", "here/d/e/f", "here/d/.hidden"):
+        (tmp_path / path).touch()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.mark.parametrize(
+    ("patterns", "found"),
+    [
+        ("../x", "x"),
+        ("../here/d", "d/.hidden d/e/f d/z"),
+        ("..", "here/d/.hidden here/d/e/f here/d/z here/y x"),
+        (".", "d/.hidden d/e/f d/z y"),
+        ("d/**", "d/.hidden d/e/f d/z"),
+        ("d/e d", "d/.hidden d/e/f d/z"),
+        ("d d/e", "d/.hidden d/e/f d/z"),
+        ("y y ./y", "y"),
+        ("missing", ""),
+    ],
+)
+def test_patterns_list_each_file_once_at_its_place(here: Path, patterns: str, found: str) -> None:
+    listed = [entry.path.decode() for entry, _ in matching(patterns.encode().split(), []) if entry.kind == FILE]
+    if patterns == "d/e d":
+        assert sorted(set(listed)) == found.split(), "what was listed before its folder is listed again"
+    else:
+        assert sorted(listed) == found.split()
+
+
+@pytest.mark.parametrize(
+    ("pattern", "accepted", "refused"),
+    [
+        ("/", "a .ssh/b", ""),
+        ("a/../..", "a .ssh/b", ""),
+        ("../..", "a .ssh/b", ""),
+        ("/data/*/x", "x x/y", "data a/x y"),
+        ("a/**/b", "a/b a/c/b a/c/d/b a/b/.x", "a a/c b a/.c/b"),
+        (".*/x", ".a/x", "a/x .a/y"),
+        ("a/?", "a/b", "a/bc a"),
+    ],
+)
+def test_more_paths_that_a_pattern_may_list(pattern: str, accepted: str, refused: str) -> None:
+    expects = expected([pattern.encode()])
+    assert [path for path in accepted.split() if not expects(path.encode())] == []
+    assert [path for path in refused.split() if expects(path.encode())] == []
+
+
+def test_any_of_several_patterns_may_list_a_path() -> None:
+    expects: Any = expected([b"a", b"b/*"])
+    assert [expects(path) for path in (b"a/x", b"b/y", b"c", b"b")] == [True, True, False, False]

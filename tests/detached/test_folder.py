@@ -297,6 +297,7 @@ def test_failures_are_read_with_their_times(asker: Asker, folder: Path) -> None:
         {"name": None},
         {"world": "4"},
         {"id": "another"},
+        {"ranks": [1, 1]},
     ],
     ids=str,
 )
@@ -325,14 +326,34 @@ def test_whatever_a_host_says_is_read_or_an_invalid_answer(about: Any, failed: A
     [
         {"state": "done", "started": float("inf")},
         {"state": "done", "started": 10**400},
+        {"state": "done", "started": 1e11},
+        {"state": "done", "started": -1.0},
         {**STATUS, "failed": {"0": "soon"}},
         {**STATUS, "state": "asleep"},
         {},
     ],
-    ids=["never", "huge", "failed", "state", "empty"],
+    ids=["never", "huge", "late", "early", "failed", "state", "empty"],
 )
 def test_impossible_statuses(status: Any) -> None:
     assert parsed({**status, "about": ABOUT}) == []
+
+
+def test_an_id_is_not_a_path() -> None:
+    """It becomes part of file names and of commands."""
+    assert len(parsed({**STATUS, "about": ABOUT})) == 1
+    for wrong in ("../x", "", "a b"):
+        assert parsed({**STATUS, "about": {**ABOUT, "id": wrong}}) == []
+
+
+def test_gpus_are_those_of_the_host_and_only_if_they_are_asked_for(asker: Asker, folder: Path) -> None:
+    (folder / "about").write_text(json.dumps(ABOUT))
+    (folder / "status").write_text(json.dumps(STATUS))
+    (part,) = parts_of(asker)
+    assert part.gpus is None
+    (part,) = asker.ask_one(question(gpus=True), asker.hosts[0])
+    assert part.gpus is not None
+    (part,) = parsed({**STATUS, "about": ABOUT}, {"gpus": [{"percent": 7, "memory": None}]})
+    assert part.gpus is not None and [(gpu.percent, gpu.memory) for gpu in part.gpus] == [(7, None)]
 
 
 @pytest.mark.parametrize("content", ["", "[" * 100_000, "{", '"done"'], ids=["empty", "deep", "half", "text"])

@@ -15,9 +15,8 @@ import pytest
 from stage.projects import inventory, skyfab
 
 import skyfab as sky
-from skyfab._util import schema
 from skyfab.detached.run import attach
-from skyfab.detached.written import Written, parse, project, to_fetch
+from skyfab.detached.written import project
 from skyfab.errors import ProtocolError
 from skyfab.host.agent import workdir as agent_workdir
 from skyfab.lab import Lab
@@ -357,54 +356,6 @@ def test_a_look_at_a_large_folder_ends(tmp_path: Path, monkeypatch: pytest.Monke
     assert [one["complete"] for one in written.report()] in ([False], [])
 
 
-def test_the_command_that_fetches_goes_through_the_same_door() -> None:
-    host = sky.Host(name="n", address="10.0.0.5", port=2222, user="ada", identity="/k/my key", jump="gate,bob@x:1")
-    known = sky.Inventory(hosts={"gate": sky.Host(name="gate", address="g.example", user="eve", port=22)})
-    assert to_fetch(host, known, "p-1") == (
-        "scp -r -P 2222 -i '/k/my key' -J eve@g.example:22,bob@x:1 ada@10.0.0.5:.cache/skyfab/files/p-1 ./n"
-    )
-    assert to_fetch(sky.Host(name="n", address="::1", cache="/c"), known, "/d/$x") == "scp -r '[::1]:/d/$x' ./n"
-
-
-def test_a_host_that_skyfab_finds_by_its_name_is_asked_by_skyfab(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Relative to the working folder that `get` has in this folder, and else by the whole path."""
-    place = tmp_path / "my hosts.toml"
-    place.write_text('[hosts.node1]\naddress = "10.0.0.5"\n[hosts.node2]\nworkdir = "/scratch"\n')
-    known = sky.Inventory.of(place)
-    node1, node2 = known.select("node1,node2")
-    given = f"skyfab get '--inventory={place}'"
-    here, tail = project(str(folder)), "--hosts=node1 --to=node1"
-    assert to_fetch(node1, known, here, "a b.pt") == f"{given} 'a b.pt' {tail}"
-    assert to_fetch(node1, known, "other-1", "a.pt") == f"{given} '~/.cache/skyfab/files/other-1/a.pt' {tail}"
-    assert to_fetch(node1, known, "/data") == f"{given} /data {tail}"
-    assert to_fetch(node2, known, "/scratch", "a.pt") == f"{given} a.pt --hosts=node2 --to=node2"
-    monkeypatch.setenv("SKYFAB_INVENTORY", str(place))
-    assert to_fetch(node1, known, here) == f"skyfab get . {tail}"
-    alone = sky.Inventory(hosts={})
-    (ad_hoc,) = alone.select("ada@10.0.0.5:2222")
-    assert to_fetch(ad_hoc, alone, here).startswith("skyfab get . --hosts=ada@10.0.0.5:2222 ")
-
-
-@pytest.mark.parametrize(
-    ("common", "complete", "inner"),
-    [
-        ("a.pt", True, "a.pt"),
-        ("ckpt", True, "ckpt"),
-        ("", True, "."),
-        ("a", False, "."),
-        ("-odd", True, "."),
-        ("a\x1b[2J", True, "."),
-        ("x" * 1000, True, "."),
-        ("../../etc/passwd", True, "."),
-    ],
-)
-def test_what_is_fetched_is_what_was_written(common: str, complete: bool, inner: str) -> None:
-    (found,) = parse([{"workdir": "p", "count": 9, "size": 3, "names": [], "complete": complete, "common": common}])
-    assert found.inner == inner
-
-
 def test_what_was_fetched_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it is written again."""
     run, folder, other = tmp_path / "run", tmp_path / "folder", tmp_path / "other"
@@ -429,16 +380,6 @@ def test_what_was_fetched_is_not_told(tmp_path: Path, monkeypatch: pytest.Monkey
     time.sleep(0.02)
     write(str(folder / "a.pt"), "2")
     assert told() == ["a.pt"]
-
-
-def test_what_a_host_says_of_files_is_not_believed() -> None:
-    good = {"workdir": "p", "count": 2, "size": 3, "names": ["a", "b"], "complete": True}
-    assert parse([good]) == (Written("p", 2, 3, ("a", "b"), True),)
-    for bad in (None, 3, {}, [None], [{}], [{**good, "count": "x"}], [{**good, "names": 1}]):
-        with pytest.raises(schema.Invalid):
-            parse(bad)
-    (one,) = parse([{**good, "count": 9, "names": ["x" * 1000, "a\n  to fetch: rm", "y", "z"]}])
-    assert str(one) == f"9 files (3 bytes): {'x' * 80}, a   to fetch: rm, y, …", "one line, whatever the host says"
 
 
 # ---- skyfab run

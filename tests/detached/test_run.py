@@ -1,0 +1,482 @@
+"""`Run`: what it makes of the answers of its hosts. The hosts are replaced: they answer in this process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+from skyfab.detached.run import attached, runs_of, survey
+from skyfab.protocol import codec
+from skyfab.protocol.messages import Ended, Message, Raised, Result
+from skyfab.session.ask import Asker, Question, Reply
+
+ID = "0123456789abcdef"
+
+
+def part(place: int, state: str = "done", *, hosts: tuple[str, ...] = ("a", "b"), **more: Any) -> dict[str, Any]:
+    """What a host says about a run; options are fields of the description, or of the state where that has them."""
+    about: dict[str, Any] = {
+        "id": ID,
+        "name": "night",
+        "function": "train",
+        "hosts": list(hosts),
+        "place": place,
+        "ranks": [place],
+        "world": len(hosts),
+        "on": "all",
+        "elastic": False,
+    }
+    status = {"state": state, "started": 1000.0 + place}
+    for key, value in more.items():
+        (status if key in ("started", "last", "files", "failed") else about)[key] = value
+    return {**status, "about": about}
+
+
+def stored(message: Message, *parts: bytes) -> list[Reply]:
+    """The answer to a question for the result of a rank, in two pieces."""
+    head = message.encode()
+    content = len(head).to_bytes(4, "big") + head + b"".join(parts)
+    return [Reply(True, b""), Reply(None, content[:9]), Reply(None, content[9:])]
+
+
+def returned(value: Any) -> list[Reply]:
+    data = codec.dumps(value).data
+    return stored(Result(parts=[len(data)]), data)
+
+
+def raised(error: Exception) -> list[Reply]:
+    data = codec.dumps(error).data
+    kind = f"builtins.{type(error).__name__}"
+    return stored(Raised(parts=[len(data)], kind=kind, text=str(error), traceback="train.py"), data)
+
+
+def lines(*found: tuple[int, str, float], more: bool = False) -> dict[str, Any]:
+    """A page of logs."""
+    return {"lines": [[rank, "out", text, time] for rank, text, time in found], "cursors": {}, "more": more}
+
+
+class Hosts:
+    """Hosts that answer: `says[host, question]` is a value, replies, an error, or a list of several for one after
+    another, of which the last one stays. Of a question for a result, the name includes the rank.
+    """
+
+    def __init__(self, *names: str) -> None:
+        self.hosts = [sky.Host(name=name) for name in names]
+        self.inventory = sky.Inventory(hosts={host.name: host for host in self.hosts})
+        self.says: dict[tuple[str, str], Any] = {}
+        self.asked: list[tuple[str, str]] = []
+        self.arguments: list[dict[str, Any]] = []
+
+    def answer(self, _asker: Asker, question: Question[Any], host: sky.Host) -> Any:
+        name = question.name
+        if name == "runs.content":
+            name = str(question.arguments["name"])
+        self.asked.append((host.name, name))
+        self.arguments.append(dict(question.arguments))
+        found = self.says.get((host.name, name), None if name == "runs.fetched" else [])
+        if isinstance(found, Several):
+            found = found.answers.pop(0) if len(found.answers) > 1 else found.answers[0]
+        if isinstance(found, Exception):
+            raise found
+        replies = found if isinstance(found, list) else [Reply(found, b"")]
+        return question.parse(host, iter(replies))
+
+    def run(self, **options: Any) -> sky.Run:
+        """As the hosts report it now."""
+        with Asker(self.hosts, self.inventory) as asker:
+            (found,), _ = survey(asker, **options)
+        return found
+
+
+class Several:
+    def __init__(self, *answers: Any) -> None:
+        self.answers = list(answers)
+
+
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Hosts:
+    """Two hosts that have done a run, with the results 10 and 11."""
+    hosts = Hosts("a", "b")
+    monkeypatch.setattr(Asker, "ask_one", lambda asker, question, host: hosts.answer(asker, question, host))
+    monkeypatch.setattr("skyfab.detached.run.PACE", 0.0)
+    for place, name in enumerate(("a", "b")):
+        hosts.says |= {
+            (name, "runs"): part(place),
+            (name, f"result.{place}"): returned(10 + place),
+            (name, "logs"): lines((place, f"of {name}", 5.0 - place)),
+            (name, "runs.stop"): None,
+        }
+    return hosts
+
+
+def lost(host: str) -> sky.HostLost:
+    return sky.HostLost("its connection broke", host=host)
+
+
+def unfit(host: str) -> sky.HostUnfit:
+    return sky.HostUnfit("no Python", host=host)
+
+
+# ---- what is known of it
+
+
+@pytest.mark.parametrize(
+    ("states", "state", "ended"),
+    [
+        (("done", "done"), "done", True),
+        (("done", "failed"), "failed", True),
+        (("failed", "stopped"), "stopped", True),
+        (("stopped", "unreachable"), "unreachable", False),
+        (("unreachable", "running"), "running", False),
+        (("running", "lost"), "lost", False),
+        (("done", "lost"), "lost", True),
+        (("done",), "done", False),
+    ],
+)
+def test_the_state_on_one_host_may_be_that_of_the_run(
+    two: Hosts, states: tuple[str, ...], state: str, ended: bool
+) -> None:
+    two.says |= {("a", "runs"): part(0, states[0]), ("b", "runs"): part(1, states[1]) if states[1:] else []}
+    run = two.run()
+    assert (run.state, run.has_ended) == (state, ended)
+    assert [part.state for part in run.parts] == list(states)
+
+
+def test_a_run_is_described_by_its_hosts(two: Hosts) -> None:
+    two.says["a", "runs"] = part(0, last="[Gloo] Rank 0 is connected to 1 peer ranks.", failed={"0": 30.0})
+    two.says["b", "runs"] = part(1, started=900.0, last=f"step 3 {'x' * 300}", failed={"1": 20.0})
+    run = two.run()
+    assert (run.id, run.name, run.function, run.hosts, run.world_size) == (ID, "night", "train", ["a", "b"], 2)
+    assert run.started == 900.0, "on the first of its hosts"
+    assert run.last == f"step 3 {'x' * 193}", "the first that a framework did not write, if it is short"
+    assert run.failed == [("b", 1), ("a", 0)], "in the order of time"
+    assert repr(run) == "<run 01234567 night: done>"
+    assert "<td>b</td><td>done</td>" in run._repr_html_().replace("\n", "")
+
+
+def test_parts_are_in_the_order_of_hosts_and_runs_in_that_of_time(two: Hosts) -> None:
+    two.says["a", "runs"] = [Reply(part(1, hosts=("b", "a")), b""), Reply(part(0, id="late", started=2000.0), b"")]
+    two.says["b", "runs"] = part(0, hosts=("b", "a"))
+    with Asker(two.hosts, two.inventory) as asker:
+        found, errors = survey(asker)
+    assert [run.id for run in found] == ["late", ID] and errors == []
+    assert two.arguments[0]["gpus"] is True, "how busy they are is listed too"
+    assert [one.host for one in found[1].parts] == ["b", "a"]
+
+
+def test_hosts_that_were_not_asked_and_hosts_that_do_not_answer(two: Hosts) -> None:
+    two.says |= {("a", "runs"): part(0, hosts=("a", "b", "c")), ("b", "runs"): lost("b")}
+    run = two.run()
+    assert (run.silent, run.unasked) == (["b"], ["c"])
+    two.says["b", "runs"] = part(1, hosts=("a", "b", "c"))
+    assert (run.status, run.silent, run.unasked) == ("done", [], ["c"])
+    with pytest.raises(sky.UsageError, match="run 01234567 is also on c, according to its hosts: not in the inventory"):
+        run.result()
+    two.says |= {("a", "runs"): lost("a"), ("b", "runs"): unfit("b")}
+    assert (run.status, run.silent, run.has_ended) == ("unreachable", ["a", "b"], False)
+
+
+def test_a_run_that_a_host_no_longer_has_is_lost_there(two: Hosts) -> None:
+    run = two.run()
+    two.says["b", "runs"] = part(1, id="another")
+    assert run.status == "lost"
+    assert [(one.host, one.state, one.about.place) for one in run.parts] == [("a", "done", 0), ("b", "lost", 1)]
+
+
+@pytest.fixture
+def three(two: Hosts) -> Hosts:
+    """Two hosts, and this machine."""
+    here = sky.Host(name="here", transport="local")
+    two.inventory = sky.Inventory(hosts={**two.inventory.hosts, "here": here})
+    two.hosts.append(here)
+    return two
+
+
+def test_files_are_reported_of_other_machines_and_only_in_folders_that_a_command_can_name(three: Hosts) -> None:
+    about = {"count": 1, "size": 5, "names": ["m.pt"], "complete": True, "common": "m.pt"}
+    files = [{"workdir": workdir, **about} for workdir in ("/data", "/data; reboot")]
+    for place, host in enumerate(three.hosts):
+        three.says[host.name, "runs"] = part(place, hosts=("a", "b", "here"), files=files)
+    run = three.run()
+    assert [(event.host, event.path) for event in run.files()] == [("a", "/data"), ("b", "/data")]
+    (unknown,) = runs_of(run.parts, sky.Inventory(hosts={}), [])
+    assert unknown.files() == []
+
+
+def test_hosts_are_returned_with_the_working_folder_of_the_run(three: Hosts) -> None:
+    for place, (host, workdir) in enumerate(zip(three.hosts, ("job-1", "", "/data"), strict=True)):
+        three.says[host.name, "runs"] = part(place, hosts=("a", "b", "here"), workdir=workdir)
+    run = three.run()
+    assert [(host.name, host.workdir) for host in run.in_workdirs()] == [("a", "~/.cache/skyfab/files/job-1")]
+    (unknown,) = runs_of(run.parts, sky.Inventory(hosts={}), [])
+    assert unknown.in_workdirs() == []
+
+
+# ---- output
+
+
+def texts(run: sky.Run, **options: Any) -> list[str]:
+    return [line.text for line in run.lines(**options)]
+
+
+def test_lines_of_all_hosts_are_merged_by_time(two: Hosts) -> None:
+    run = two.run()
+    assert list(run.logs()) == [(1, "out", "of b"), (0, "out", "of a")]
+    assert texts(run, tail=1) == ["of a"]
+    two.says["a", "runs"] = part(0, "running")
+    assert run.status == "running"
+    assert len(list(run.logs())) == len(texts(run)) == 2, "those that are there"
+
+
+@pytest.mark.parametrize(("hosts", "has"), [(("a",), "one rank, 0"), (("a", "b"), "ranks 0 to 1")])
+def test_a_rank_that_a_run_does_not_have(two: Hosts, hosts: tuple[str, ...], has: str) -> None:
+    two.says |= {("a", "runs"): part(0, hosts=hosts), ("b", "runs"): part(1, hosts=hosts) if hosts[1:] else []}
+    run = two.run()
+    for rank in (-1, len(hosts)):
+        with pytest.raises(sky.UsageError, match=f"run 01234567 has no rank {rank}: it has {has}$"):
+            list(run.logs(rank=rank))
+    assert texts(run, rank=len(hosts) - 1), "the last one is there"
+
+
+def test_lines_of_one_host_come_before_the_error_of_another(two: Hosts) -> None:
+    run = two.run()
+    two.says["b", "logs"] = lost("b")
+    found = run.logs()
+    assert next(found) == (0, "out", "of a")
+    with pytest.raises(sky.HostLost):
+        next(found)
+    two.says["a", "logs"] = unfit("a")
+    with pytest.raises(sky.HostUnfit):
+        list(run.logs())
+
+
+def test_following_continues_to_the_end_across_lost_connections(two: Hosts) -> None:
+    run = two.run()
+    two.says["a", "runs"] = Several(part(0, "running"), lost("a"), part(0))
+    two.says["a", "logs"] = Several(lines((0, "one", 1.0)), lines((0, "two", 2.0)), lost("a"), lines((0, "three", 3.0)))
+    two.says["b", "logs"] = Several(lines(), lost("b"), lines((1, "late", 2.5)), lines())
+    assert texts(run, follow=True) == ["one", "two", "late", "three"]
+
+
+def test_following_ends_with_an_error_that_a_retry_does_not_resolve(two: Hosts) -> None:
+    run = two.run()
+    two.says["b", "runs"] = unfit("b")
+    with pytest.raises(sky.HostUnfit):
+        texts(run, follow=True)
+    two.says["b", "runs"] = sky.Unreachable("no route", host="b")
+    two.says["b", "logs"] = sky.Unreachable("no route", host="b")
+    found = run.logs(follow=True)
+    assert next(found) == (0, "out", "of a")
+    with pytest.raises(sky.Unreachable):  # it was retried before that: see `Asker`
+        list(found)
+
+
+def test_following_ends_early_on_request(two: Hosts) -> None:
+    two.says["a", "runs"] = part(0, "running")
+    two.says["a", "logs"] = Several(*(lines((0, str(number), 1.0)) for number in range(9)))
+    two.says["b", "logs"] = lines()
+    seen: list[str] = []
+    seen.extend(line.text for line in two.run().lines(follow=True, stopped=lambda: len(seen) == 3))
+    assert seen == ["0", "1", "2"]
+
+
+def test_a_failure_is_reported_once_and_while_others_run(two: Hosts) -> None:
+    two.says["a", "runs"] = Several(*[part(0, "running")] * 3, part(0, "failed", failed={"0": 9.0}))
+    two.says["b", "runs"] = part(1, "failed", failed={"1": 8.0})
+    failed: list[tuple[str, int]] = []
+    run = two.run()
+    texts(run, follow=True, failed=lambda *one: failed.append(one))
+    assert failed == [("b", 1)]
+    texts(run, failed=lambda *one: failed.append(one))
+    assert failed == [("b", 1)], "the run has ended"
+
+
+# ---- result
+
+
+def test_results_are_in_the_order_of_ranks(two: Hosts) -> None:
+    two.says["a", "runs"] = part(0, ranks=[1])
+    two.says["b", "runs"] = part(1, ranks=[0])
+    two.says |= {("a", "result.1"): returned("one"), ("b", "result.0"): returned("zero")}
+    assert two.run().result() == ["zero", "one"]
+    assert two.asked.count(("a", "runs.fetched")) == 1
+
+
+def test_results_are_waited_for(two: Hosts) -> None:
+    two.says["a", "runs"] = Several(*[part(0, "running")] * 3, part(0))
+    two.says["b", "runs"] = Several(part(1), lost("b"), part(1))
+    two.says["b", "result.1"] = Several(lost("b"), returned(11))
+    two.says["a", "runs.fetched"] = unfit("a")  # a full disk: the result has been fetched all the same
+    assert two.run().result(60) == [10, 11]
+    assert two.asked.count(("a", "result.0")) == 1, "what is there is not fetched again"
+
+
+def test_a_result_that_does_not_come_in_time(two: Hosts) -> None:
+    two.says["a", "runs"] = part(0, "running")
+    run = two.run()
+    with pytest.raises(TimeoutError, match="run 01234567 is still running"):
+        run.result(0.0)
+    two.says["a", "runs"] = lost("a")
+    with pytest.raises(TimeoutError, match="run 01234567 does not answer: a: its connection broke"):
+        run.result(0.0)
+    two.says["a", "runs"] = unfit("a")
+    with pytest.raises(sky.HostUnfit):
+        run.result(60)
+
+
+def test_a_lost_host_is_reported_before_others_answer(two: Hosts) -> None:
+    run = two.run()
+    two.says |= {("a", "runs"): [], ("b", "runs"): lost("b")}
+    with pytest.raises(sky.HostLost, match="the files of run 01234567 were removed") as raised:
+        run.result(60)
+    assert (raised.value.host, raised.value.hint) == ("a", "its output until then: skyfab logs 01234567")
+
+
+def test_the_first_failure_in_time_comes_first(two: Hosts) -> None:
+    two.says["a", "runs"] = part(0, "failed", ranks=[0, 1], failed={"0": 30.0})
+    two.says["b", "runs"] = part(1, "failed", ranks=[2, 3], failed={"2": 20.0})
+    ended = stored(Ended(why="cancelled", text="", traceback=""))
+    two.says |= {("a", "result.0"): raised(ValueError("later")), ("a", "result.1"): ended}
+    two.says |= {("b", "result.2"): raised(ValueError("first")), ("b", "result.3"): returned(3)}
+    run = two.run()
+    with pytest.raises(sky.BroadcastError, match="train failed on 2 of 4 ranks; 1 stopped") as error:
+        run.result()
+    assert [str(one) for one in error.value.exceptions] == ["first", "later"]
+    assert error.value.results[3] == 3
+    two.says["a", "runs"] = lost("a")
+    assert run.status == "failed"
+    with pytest.raises(sky.BroadcastError, match="train failed on 1 of 2 ranks"):
+        run.raise_failure()  # of those that answer
+    two.says["b", "result.2"] = lost("b")
+    run.raise_failure()
+
+
+def test_a_run_on_one_host_returns_or_raises_as_a_call(two: Hosts) -> None:
+    two.says |= {("a", "runs"): part(0, hosts=("a",), on="one"), ("b", "runs"): []}
+    run = two.run()
+    assert run.result() == 10
+    two.says["a", "result.0"] = raised(KeyError("lr"))
+    with pytest.raises(KeyError, match="lr"):
+        run.result()
+    two.says["a", "result.0"] = None
+    with pytest.raises(sky.SkyfabError, match="rank 0 of train was stopped, or had no space") as error:
+        run.result()
+    assert (error.value.host, error.value.rank) == ("a", None)
+
+
+def test_a_rank_without_a_result(two: Hosts) -> None:
+    two.says["b", "result.1"] = None
+    with pytest.raises(sky.BroadcastError) as raised:
+        two.run().result()
+    (error,) = raised.value.exceptions
+    assert isinstance(error, sky.SkyfabError)
+    assert (error.host, error.rank) == ("b", 1)
+
+
+def test_the_results_of_an_elastic_run_are_those_of_its_last_ranks(two: Hosts) -> None:
+    for place, (name, found) in enumerate((("a", [(1, "one")]), ("b", [(0, "zero"), (2, "two")]))):
+        two.says[name, "runs"] = part(place, elastic=True)
+        two.says[name, f"result.{place}"] = returned(found)
+    assert two.run().result() == ["zero", "one", "two"]
+
+
+def test_pickles_of_hosts_that_are_not_trusted_are_refused(two: Hosts) -> None:
+    with pytest.raises(sky.BroadcastError) as raised:
+        two.run(results="data").result()
+    assert {type(error) for error in raised.value.exceptions} == {sky.UntrustedResult}
+
+
+def test_a_run_that_does_not_stop(two: Hosts) -> None:
+    run = two.run()
+    run.stop()
+    two.says["b", "runs.stop"] = 4321
+    with pytest.raises(sky.HostUnfit, match="process 4321 is still running after 10 s") as raised:
+        run.stop()
+    assert (raised.value.host, raised.value.hint) == ("b", "wait, or on the host: kill -9 4321")
+
+
+# ---- finding runs
+
+
+@pytest.fixture
+def several(two: Hosts) -> Hosts:
+    """Runs of which some have the same name, or ids that begin alike."""
+
+    def said(id: str, name: str, started: float, state: str = "done") -> Reply:  # noqa: A002
+        return Reply(part(0, state, hosts=("a",), id=id, name=name, started=started), b"")
+
+    two.says["a", "runs"] = [
+        said("aaaa1111" * 2, "old", 1.0),
+        said("aaaa2222" * 2, "twin", 2.0, "running"),
+        said("bbbb3333" * 2, "twin", 3.0),
+        said("bbbb4444" * 2, "aaaa1", 4.0),
+        *(said(f"cccc{number}" * 3, "more", 10.0 - number) for number in range(5)),
+    ]
+    two.says["b", "runs"] = []
+    return two
+
+
+@pytest.mark.parametrize(
+    ("typed", "found"),
+    [
+        ("old", "aaaa1111"),
+        ("twin", "aaaa2222"),
+        ("bbbb3333", "bbbb3333"),
+        ("bbbb33333", "error"),
+        ("bbbb3333bbb", "bbbb3333"),
+        ("aaaa2", "aaaa2222"),
+        ("aaaa1", "bbbb4444"),
+    ],
+)
+def test_a_run_is_named_or_its_id_begun(several: Hosts, typed: str, found: str) -> None:
+    if found == "error":
+        with pytest.raises(sky.UsageError, match="no run 'bbbb33333' on these hosts") as raised:
+            sky.attach(typed, several.hosts)
+        assert raised.value.hint == "did you mean bbbb3333b?"
+    else:
+        assert sky.attach(typed, several.hosts).id[:8] == found
+
+
+def test_several_ids_that_begin_alike(several: Hosts) -> None:
+    with pytest.raises(sky.UsageError, match="2 runs begin with 'bbbb': bbbb4444, bbbb3333") as raised:
+        sky.attach("bbbb", several.hosts)
+    assert raised.value.hint == "type more of the id"
+    with pytest.raises(sky.UsageError, match=r"5 runs begin with 'cccc': cccc0ccc, cccc1ccc, cccc2ccc, cccc3ccc\n"):
+        sky.attach("cccc", several.hosts)
+
+
+def test_no_such_run(several: Hosts) -> None:
+    def message(typed: str, **options: Any) -> tuple[str, str | None]:
+        with pytest.raises(sky.UsageError) as raised:
+            sky.attach(typed, **options)
+        return raised.value.message, raised.value.hint
+
+    assert message("") == ("no run was named", "to list them: skyfab runs")
+    assert message("xyz", hosts=several.hosts) == ("no run 'xyz' on these hosts", "to list them: skyfab runs")
+    assert message("twim", hosts=several.hosts)[1] == "did you mean twin?"
+    assert message("xyz", inventory=sky.Inventory(hosts={})) == (
+        "no run 'xyz' on this machine (no inventory loaded)",
+        "set SKYFAB_INVENTORY, or name its hosts: --hosts=…",
+    )
+    listed = sky.Inventory(hosts=several.inventory.hosts, source=Path("hosts.toml"))
+    where = "the hosts of the inventory or on this machine"
+    assert message("xyz", inventory=listed) == (f"no run 'xyz' on {where}", "to list them: skyfab runs")
+    assert message("twim", inventory=sky.Inventory(hosts=several.inventory.hosts))[1] == "did you mean twin?"
+    several.asked.clear()
+    assert len(sky.runs(inventory=listed)) == 9
+    assert {host for host, _ in several.asked} == {"a", "b", "local"}
+    several.says["b", "runs"] = lost("b")
+    with pytest.raises(sky.HostLost):  # it may be there
+        sky.attach("xyz", several.hosts)
+    assert sky.attach("old", several.hosts).name == "old"
+    with pytest.raises(sky.HostLost):
+        sky.runs(several.hosts)
+
+
+def test_connections_are_shared_during_the_block(two: Hosts) -> None:
+    with attached(ID, two.hosts, inventory=two.inventory) as run:
+        assert run.asker is not None
+    assert run.asker is None

@@ -1,0 +1,399 @@
+"""`Files`: transfers to and from several hosts, each of which is a process beside this one."""
+
+from __future__ import annotations
+
+import errno
+import multiprocessing
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+from skyfab.calls.project import with_local_paths
+from skyfab.errors import ProtocolError
+from skyfab.files.source import SMALL
+from skyfab.host.ask import files as host_files
+from skyfab.pool.files import Answer, Files, Remote, local_path
+from skyfab.pool.node import WorkerSpec
+from skyfab.protocol import codec, messages
+from skyfab.ui.events import Event, Events, Moved, Notice
+
+SPEC = WorkerSpec(tree="", env={}, info={})
+
+
+def serve(folder: Path, pipe: Any) -> None:
+    """What a worker on a host does."""
+    os.chdir(folder)
+    host_files._REQUESTS["fetched"] = lambda patterns: None
+    while (found := pipe.recv()) is not None:
+        *arguments, _ = codec.loads(*found)
+        reply = host_files.serve(*arguments)
+        pipe.send((reply.data, [bytes(buffer) for buffer in reply.buffers]))
+
+
+class Served:
+    """A node whose worker is a process of this machine, in a folder of its own."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        folder.mkdir()
+        self.name = name
+        self.folder = folder
+        self.session: object = object()
+        self.workdir = SimpleNamespace(callers=False)
+        self.specs: dict[str, WorkerSpec] = {}
+        self.released: list[str] = []
+        self.requests: list[str] = []
+        self.says: dict[str, Any] = {}
+        """Replies in place of the true ones; a function is called before the true one."""
+        self._pipe, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("fork")
+        self._process = context.Process(target=serve, args=(folder, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def call(self, worker: str, spec: WorkerSpec, call: Any, *, caller: Answer, store: str) -> None:
+        self.specs[worker] = spec
+        self.requests.append(call.label)
+        found = self.says.get(call.label)
+        if callable(found):
+            found()
+        elif found is not None:
+            caller.answered(messages.Result(parts=()), [memoryview(found)])
+            return
+        self._pipe.send((call.arguments.data, [bytes(buffer) for buffer in call.arguments.buffers]))
+        data, buffers = self._pipe.recv()
+        caller.answered(messages.Result(parts=()), [memoryview(data), *map(memoryview, buffers)])
+
+    def release(self, worker: str) -> None:
+        self.released.append(worker)
+
+    def close(self) -> None:
+        self._pipe.send(None)
+        self._process.join()
+        self._pipe.close()
+        self._process.close()
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    return tmp_path / "here"
+
+
+@pytest.fixture
+def nodes(tmp_path: Path) -> Iterator[list[Any]]:
+    made = [Served(name, tmp_path / name) for name in ("n1", "n2")]
+    yield made
+    for node in made:
+        node.close()
+        assert sorted(node.specs) == sorted(node.released), "every worker is released"
+
+
+@pytest.fixture
+def events() -> list[Event]:
+    return []
+
+
+@pytest.fixture
+def files(events: list[Event]) -> Files:
+    emitted = Events()
+    emitted.subscribe(events.append)
+    return Files(lambda node, tree: SPEC, emitted)
+
+
+def fill(folder: Path, **contents: str) -> None:
+    """Keyword arguments are paths, with __ for / and _ for a dot."""
+    for name, content in contents.items():
+        path = folder / name.replace("__", "/").replace("_", ".")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+
+
+def tree(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if not path.is_dir()}
+
+
+def notices(events: list[Event]) -> list[tuple[str | None, str]]:
+    return [(event.host, event.text) for event in events if isinstance(event, Notice)]
+
+
+# ---- to hosts
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize(
+    ("path", "to", "found"),
+    [
+        ("d", None, {"d/a.txt": "a", "d/e/b": "b"}),
+        ("d/e/b", None, {"d/e/b": "b"}),
+        ("../outside", None, {"outside/c": "c"}),
+        ("d", "x/y", {"x/y/a.txt": "a", "x/y/e/b": "b"}),
+        ("d", "x/", {"x/d/a.txt": "a", "x/d/e/b": "b"}),
+        ("d/a.txt", "z", {"z": "a"}),
+        ("d/a.txt", "x/", {"x/a.txt": "a"}),
+    ],
+)
+def test_uploads(
+    files: Files, here: Path, nodes: list[Any], count: int, path: str, to: str | None, found: dict[str, str]
+) -> None:
+    fill(here, d__a_txt="a", d__e__b="b")
+    fill(here.parent, outside__c="c")
+    reports = files.upload(path, to, nodes[:count])
+    assert [tree(node.folder) for node in nodes[:count]] == [found] * count
+    assert [(report.host, report.sent, report.folder) for report in reports] == [
+        (node.name, len(found), "") for node in nodes[:count]
+    ]
+    assert nodes[count:] == [] or nodes[1].requests == []
+    (spec,) = nodes[0].specs.values()
+    assert (spec.pipelined, spec.reported, spec.plain, spec.claims) == (True, False, True, True)
+
+
+def test_a_path_that_exists_is_used_literally(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert local_path("~/x") == Path("/home/ada/x")
+    fill(here, **{"~__x": "x"})
+    assert local_path("~/x") == Path("~/x")
+
+
+def test_what_is_left_out_is_said_for_each_host(
+    files: Files, here: Path, nodes: list[Any], events: list[Event]
+) -> None:
+    (here / "d").mkdir()
+    for number in range(23):
+        os.mkfifo(here / "d" / f"{number:02}")
+    files.upload("d", None, nodes)
+    for node in nodes:
+        texts = [text for host, text in notices(events) if host == node.name]
+        assert texts[:20] == [f"skipped {number:02}: neither a file nor a folder" for number in range(20)]
+        assert texts[20:] == ["skipped 3 more"]
+    events.clear()
+    for number in range(3):
+        (here / "d" / f"{number:02}").unlink()
+    files.upload("d", None, nodes[:1])
+    assert len(notices(events)) == 20
+
+
+def test_a_project_is_laid_out(files: Files, here: Path, nodes: list[Any]) -> None:
+    fill(here, train_py="new", data="x", n1__fetched="y", _gitignore="data\n", sub__n1="z")
+    fill(nodes[0].folder, train_py="newer")
+    os.utime(nodes[0].folder / "train.py", (4e9, 4e9))
+    place, reports = files.lay_out(here, nodes)
+    assert place == "." and len(reports) == 2
+    trace = with_local_paths(f'File "{nodes[0].folder}/train.py", line 3', "n1")
+    assert trace == f'File "{here}/train.py", line 3', "tracebacks name the files here"
+    kept = {".gitignore": "data\n", "sub/n1": "z"}
+    assert [tree(node.folder) for node in nodes] == [{"train.py": "newer", **kept}, {"train.py": "new", **kept}]
+    assert reports[0].skipped == [("train.py", "newer on the host: kept")]
+    nodes[0].workdir.callers = True  # it works in this folder itself
+    place, reports = files.lay_out(here, nodes, ignored=True)
+    assert [report.host for report in reports] == ["n2"]
+    assert tree(nodes[1].folder) == {"train.py": "new", "data": "x", **kept}
+
+
+def test_a_folder_of_the_project_is_laid_out_at_its_place(files: Files, here: Path, nodes: list[Any]) -> None:
+    fill(here, sub__a="a")
+    fill(here.parent, other__b="b")
+    assert files.lay_out(here / "sub", nodes[:1])[0] == "sub"
+    assert files.lay_out(here.parent / "other", nodes[:1])[0] == "."
+    assert tree(nodes[0].folder) == {"sub/a": "a", "b": "b"}
+
+
+# ---- from hosts
+
+
+def test_a_download_of_one_host(files: Files, here: Path, nodes: list[Any]) -> None:
+    fill(nodes[0].folder, ckpt__a_pt="a", ckpt__b_txt="b")
+    (report,) = files.download(["ckpt/*.pt"], "results", nodes[:1], apart=False)
+    assert tree(here) == {"results/ckpt/a.pt": "a"}
+    assert (report.host, report.folder, report.sent) == ("n1", "results", 1)
+    assert nodes[0].requests[-1] == "fetched"
+    (spec,) = nodes[0].specs.values()
+    assert not spec.claims, "it only looks at files"
+    (report,) = files.download(["ckpt/*.pt"], here.parent / "elsewhere", nodes[:1], apart=False)
+    assert report.folder == str(here.parent / "elsewhere")
+
+
+def test_a_download_apart(files: Files, here: Path, nodes: list[Any]) -> None:
+    """What one host alone has keeps its place; what several have goes into folders of their names."""
+    for node in nodes:
+        fill(node.folder, out__log=node.name, **{f"out__only_{node.name}": "x"}, n1__odd="odd")
+        (node.folder / "out" / "link").symlink_to("log")
+    (nodes[0].folder / "out" / "mine").symlink_to("log")
+    (nodes[1].folder / "out" / "yours").symlink_to("only.n2")
+    reports = files.download(["out"], ".", nodes, apart=True)
+    assert sorted(tree(here)) == [
+        *("n1/out/link", "n1/out/log", "n1/out/mine", "n2/out/link", "n2/out/log"),
+        *("out/only.n1", "out/only.n2", "out/yours"),
+    ]
+    assert (here / "n2" / "out" / "log").read_text() == "n2"
+    assert [report.folder for report in reports] == [".", "."]
+
+
+def test_a_download_of_which_every_host_has_all(files: Files, here: Path, nodes: list[Any]) -> None:
+    for node in nodes:
+        fill(node.folder, log=node.name)
+    reports = files.download(["log"], "got", nodes, apart=True)
+    assert tree(here) == {"got/n1/log": "n1", "got/n2/log": "n2"}
+    assert [report.folder for report in reports] == ["got/n1", "got/n2"]
+
+
+def test_a_folder_that_is_named_as_a_host_is_not_mixed_with_that_of_the_host(
+    files: Files, here: Path, nodes: list[Any]
+) -> None:
+    fill(nodes[0].folder, n2__a="a")
+    fill(nodes[1].folder, b="b")
+    files.download(["n2", "b"], ".", nodes, apart=True)
+    assert tree(here) == {"b": "b", "n1/n2/a": "a"}
+
+
+def test_nothing_matches(files: Files, here: Path, nodes: list[Any], events: list[Event]) -> None:
+    for paths, hint in ((["*.pt", "b"], f"looked in {nodes[0].folder}"), (["/missing/x"], None), (["~/missing"], None)):
+        with pytest.raises(sky.UsageError, match="no file matches") as raised:
+            files.download(paths, "new", nodes, apart=True)
+        assert raised.value.message == f"no file matches {', '.join(paths)}"
+        assert (raised.value.host, raised.value.hint) == ("n1", hint)
+        assert not (here / "new").exists()
+    (here / "old").mkdir()
+    with pytest.raises(sky.UsageError):
+        files.download(["*.pt"], "old", nodes, apart=False)
+    assert (here / "old").is_dir()
+    fill(nodes[1].folder, a_pt="a")
+    assert [report.entries for report in files.download(["*.pt"], "old", nodes, apart=False)] == [0, 1]
+    assert notices(events) == [("n1", "no file matches *.pt")]
+
+
+# ---- what goes wrong
+
+
+def test_progress_and_time(files: Files, here: Path, nodes: list[Any], events: list[Event]) -> None:
+    fill(here, small="abc", empty="")
+    (report,) = files.upload("small", None, nodes[:1])
+    moved = [event for event in events if isinstance(event, Moved)]
+    assert {(event.host, event.what, event.total) for event in moved} == {("n1", "sending files", 3)}
+    assert moved[-1].done == 3 and 0 < report.seconds < 60
+    events.clear()
+    files.upload("empty", None, nodes[:1])
+    fill(nodes[0].folder, back="1234")
+    files.download(["back"], ".", nodes[:1], apart=False)
+    moved = [event for event in events if isinstance(event, Moved)]
+    assert {(event.what, event.total) for event in moved} == {("fetching files", 4)}, "nothing of what is empty"
+
+
+def test_progress_is_reported_now_and_then(
+    files: Files, here: Path, nodes: list[Any], events: list[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (here / "large").write_bytes(bytes(30 * SMALL))
+    now = [100.0]
+
+    def monotonic() -> float:
+        now[0] += 0.04
+        return now[0]
+
+    monkeypatch.setattr("skyfab.pool.files.time", SimpleNamespace(monotonic=monotonic))
+    files.upload("large", None, nodes[:1])
+    assert 8 <= len([event for event in events if isinstance(event, Moved)]) <= 16, "of 33"
+
+
+def test_not_enough_space(files: Files, here: Path, nodes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(here, a="x" * 2000)
+    nodes[0].says = {"receive": b'{"value": ["/data", "a", 1999]}', "compare": b'{"value": [[0, "missing", 0, ""]]}'}
+    with pytest.raises(sky.HostUnfit, match=r"they need 2\.0 kB, 2\.0 kB is free") as raised:
+        files.upload("a", None, nodes[:1])
+    assert raised.value.hint == "free some space on it, or send to another disk (to=…, --to=…)"
+    nodes[0].says["receive"] = b'{"errno": 28, "text": "No space left on device"}'
+    nodes[1].says["receive"] = b'{"errno": 13, "text": "Permission denied"}'
+    with pytest.raises(sky.PoolError, match="2 of 2 hosts failed"):
+        files.upload("a", None, nodes)
+    fill(nodes[0].folder, b="x" * 2000)
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_frsize=1, f_bavail=10, f_bfree=10))
+    with pytest.raises(OSError, match="not enough space for these files") as here_raised:
+        files.download(["b"], ".", nodes[:1], apart=False)
+    assert here_raised.value.errno == errno.ENOSPC
+    monkeypatch.setattr(os, "fstatvfs", lambda fd: SimpleNamespace(f_frsize=1, f_bavail=2000, f_bfree=2000))
+    files.download(["b"], ".", nodes[:1], apart=False)
+
+
+def test_an_error_of_one_host_is_raised_with_its_name(files: Files, here: Path, nodes: list[Any]) -> None:
+    fill(here, a="x")
+    nodes[1].says["compare"] = b'{"value": [[7, "missing", 0, ""]]}'
+    with pytest.raises(ProtocolError, match="no file 7 in this transfer") as raised:
+        files.upload("a", None, nodes)
+    assert raised.value.host == "n2"
+    with pytest.raises(ProtocolError) as raised:
+        files.upload("a", None, nodes[1:])
+    assert raised.value.host == "n2"
+    nodes[1].says["compare"] = b"rubbish"
+    with pytest.raises(ProtocolError, match="not a reply to compare") as raised:
+        files.upload("a", None, nodes)
+    assert raised.value.host == "n2"
+
+
+def test_a_host_that_is_lost_during_a_transfer(files: Files, here: Path, nodes: list[Any]) -> None:
+    fill(here, a="x")
+
+    def lose() -> None:
+        nodes[0].session = object()
+
+    nodes[0].says["compare"] = lose
+    with pytest.raises(sky.HostLost, match="it was lost during the transfer") as raised:
+        files.upload("a", None, nodes[:1])
+    assert (raised.value.host, raised.value.hint) == ("n1", "run it again: it resumes where it stopped")
+
+
+def test_a_transfer_that_was_interrupted_sends_nothing_more(nodes: list[Any]) -> None:
+    stopped = threading.Event()
+    remote = Remote(nodes[0], SPEC, stopped)
+    remote.ask("send", [b"x"]).result()
+    stopped.set()
+    with pytest.raises(sky.CallCancelled, match="the transfer was interrupted") as raised:
+        remote.ask("rows")
+    assert raised.value.host == "n1" and nodes[0].requests == ["send"]
+    remote.close()
+
+
+# ---- replies
+
+
+def answer(*buffers: bytes, message: Callable[..., messages.Message] = messages.Result) -> Any:
+    found = Answer("n1", "rows")
+    found.answered(message(parts=()), [memoryview(buffer) for buffer in buffers])
+    return found.result()
+
+
+def test_values_have_the_data_that_follows_at_their_end() -> None:
+    assert answer(b'{"value": [1, "x"]}') == [1, "x"]
+    assert answer(b'{"value": [1]}', b"data") == [1, b"data"]
+    with pytest.raises(ProtocolError, match="a result without content"):
+        answer()
+
+
+@pytest.mark.parametrize(
+    ("number", "hint"),
+    [
+        (errno.ENOSPC, "free some space on it, or send to another disk (to=…, --to=…)"),
+        (errno.EDQUOT, "free some space on it, or send to another disk (to=…, --to=…)"),
+        (errno.ESTALE, "run it again: it resumes where it stopped"),
+        (errno.EACCES, None),
+        ("null", None),
+    ],
+)
+def test_errors_of_a_host_have_a_hint_if_there_is_one(number: int | str, hint: str | None) -> None:
+    with pytest.raises(sky.HostUnfit, match="no way") as raised:
+        answer(b'{"errno": %s, "text": "no way"}' % str(number).encode())
+    assert (raised.value.host, raised.value.hint) == ("n1", hint)
+
+
+def test_what_a_host_raises_is_not_unpickled() -> None:
+    found = Answer("n1", "rows")
+    data = codec.dumps(KeyError("x")).data
+    found.answered(
+        messages.Raised(parts=[len(data)], kind="builtins.KeyError", text="'x'", traceback="t"), [memoryview(data)]
+    )
+    with pytest.raises(sky.RemoteError, match="KeyError"):
+        found.result()

@@ -15,6 +15,7 @@ import ast
 import copy
 import os
 import random
+import re
 import shutil
 import signal
 import sys
@@ -145,11 +146,14 @@ def mutants(source: str, count: int) -> Iterator[tuple[str, str]]:
 
 
 def tests_of(module: str) -> list[str]:
-    """The tests beside a module: of its own name, else all that need no SSH."""
+    """The tests that need no SSH: those of its own name, and those that import it; else all beside it."""
     package, _, name = module.partition("/")
     folder = ROOT / "tests" / package
     own = folder / f"test_{name}.py"
-    return [str(own if own.exists() else folder), "--fast"]
+    imports = re.compile(rf"skyfab\.{package}(\.| import .*\b){name}\b")
+    near = [*sorted(folder.glob("test_*.py")), *sorted(folder.parent.glob("test_*.py"))]
+    others = [path for path in near if path != own and imports.search(path.read_text())]
+    return [*map(str, [*([own] if own.exists() else []), *others] or [folder]), "--fast"]
 
 
 def fails(options: list[str], seconds: float) -> bool:

@@ -7,6 +7,7 @@ calls a named method of the pool.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
@@ -48,12 +49,23 @@ def _pool(compute: Pool) -> Pool:
     return compute
 
 
+def check_seconds(name: str, value: object, least: float = 0.0) -> None:
+    """Raises UsageError if it is not a number of seconds above 0, and not less than `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not (0 < value < math.inf and value >= least):
+        raise UsageError(f"invalid {name}={value!r}: expected seconds, {f'at least {least:g}' if least else 'above 0'}")
+
+
 class Function(Generic[P, R]):
     """A function that runs on hosts; `function` makes it. Calling it returns a `Call`; the plain function is `.fn`."""
 
     def __init__(
         self, fn: Callable[P, R], *, timeout: float | None = None, retries: int = 0, stall: float | None = None
     ) -> None:
+        for name, seconds in (("timeout", timeout), ("stall", stall)):
+            if seconds is not None:
+                check_seconds(name, seconds)
+        if type(retries) is not int or retries < 0:
+            raise UsageError(f"invalid retries={retries!r}: expected 0 or more")
         self.fn = fn
         self.stall = stall
         """Seconds without progress after which the stacks of its processes are reported."""

@@ -24,6 +24,7 @@ from skyfab.calls.call import (
     as_function,
     as_group,
     check_errors,
+    check_seconds,
     not_a_call,
     not_a_function,
 )
@@ -157,7 +158,8 @@ class Compute(ShownAsTable):
         Raises InventoryError and UsageError for invalid arguments.
         """
         failure.install()
-        _check_options(ranks=ranks, slots=slots, lease=lease, heartbeat_timeout=heartbeat_timeout, results=results)
+        seconds = {"lease": lease, "heartbeat_timeout": heartbeat_timeout, "timeout": timeout}
+        _check_options(ranks=ranks, slots=slots, seconds=seconds, results=results)
         untrusted = results == "data"
         self.events = Events()
         self.hosts: Sequence[Node] = ()  # once the pool is open
@@ -544,21 +546,14 @@ def _parents_pool() -> UsageError:
     )
 
 
-def _check_options(
-    *, ranks: int | str, slots: int | None, lease: float, heartbeat_timeout: float | None, results: str
-) -> None:
+def _check_options(*, ranks: int | str, slots: int | None, seconds: Mapping[str, float | None], results: str) -> None:
     """Raises UsageError for invalid options."""
     if ranks != "auto" and (type(ranks) is not int or ranks < 1):
         raise UsageError(f"invalid ranks={ranks!r}: expected 1 or more, or 'auto'")
     if slots is not None and (type(slots) is not int or not 1 <= slots <= MOST_SLOTS):
         raise UsageError(f"invalid slots={slots!r}: expected 1 to {MOST_SLOTS:,}")
-    if not _is_number(lease) or not lease >= 1:
-        raise UsageError(f"invalid lease={lease!r}: expected a number of seconds, at least 1")
-    if heartbeat_timeout is not None and not (_is_number(heartbeat_timeout) and heartbeat_timeout > 0):
-        raise UsageError(f"invalid heartbeat_timeout={heartbeat_timeout!r}: expected a number of seconds above 0")
+    for name, value in seconds.items():
+        if value is not None or name == "lease":
+            check_seconds(name, value, least=float(name == "lease"))
     if results not in ("any", "data"):
         raise UsageError(f"invalid results={results!r}: expected 'any', or 'data' where hosts are not trusted")
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)

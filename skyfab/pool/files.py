@@ -63,6 +63,8 @@ class Files:
 
     def upload(self, path: AnyPath, to: AnyPath | None, nodes: Sequence[Node]) -> list[Report]:
         """Copies a file or folder to hosts. Raises OSError for what cannot be read here."""
+        if not os.fspath(path):
+            raise UsageError("upload needs the path of a file or folder", hint='"." is the current folder')
         top = local_path(path).absolute()
         base = os.fsencode(top.name)
         skipped: list[Skip] = []

@@ -11,6 +11,7 @@ import functools
 import math
 import os
 import pathlib
+import re
 import signal
 import sys
 import time
@@ -979,3 +980,18 @@ def test_the_hint_for_a_missing_module_names_the_package(pool: sky.Compute, modu
         misses(module) >> pool
     (note,) = caught.value.__notes__  # type: ignore[attr-defined]
     assert f"Image(pip=['{package}']) installs it" in note.replace("PyYAML", "pyyaml")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"timeout": value} for value in ("60", True, 0, -1, float("nan"), float("inf"))),
+        *({"stall": value} for value in ("5", 0, float("nan"))),
+        *({"retries": value} for value in ("1", -1, True, 1.0)),
+    ],
+    ids=str,
+)
+def test_options_of_functions_are_checked(options: dict[str, Any]) -> None:
+    ((name, value),) = options.items()
+    with pytest.raises(sky.UsageError, match=re.escape(f"invalid {name}={value!r}: expected ")):
+        sky.function(**options)(leave)

@@ -179,6 +179,11 @@ def test_progress_is_told(here: Path, open_pool: Callable[..., sky.Compute]) -> 
     assert [event.done for event in moved] == sorted(event.done for event in moved)
 
 
+def test_an_empty_path_is_not_the_current_folder(open_pool: Callable[..., sky.Compute]) -> None:
+    with pytest.raises(sky.UsageError, match="needs the path"):
+        open_pool("local", count=1).upload("")
+
+
 def test_two_uploads_at_once(here: Path, tmp_path: Path, open_pool: Callable[..., sky.Compute]) -> None:
     pool = open_pool("openssh", count=1)
     contents = {}

@@ -67,6 +67,15 @@ def test_a_message_that_only_agents_send_is_refused_in_words() -> None:
     assert isinstance(refused[0], sky.ProtocolError)
 
 
+def test_a_message_that_cannot_be_decoded_is_answered() -> None:
+    """It counts as received: nobody would send it again."""
+    refused: list[int] = []
+    handlers = Handlers.__new__(Handlers)
+    handlers._uploads = SimpleNamespace(fail=lambda stream, error: refused.append(stream))  # type: ignore[assignment]
+    handlers.take(7, b'{"op":"call","worker":3}', [])
+    assert refused == [7]
+
+
 # ---- reasons
 
 

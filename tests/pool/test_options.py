@@ -15,6 +15,7 @@ import skyfab as sky
         *({"ranks": value} for value in (0, -1, "2", "many", 1.5, True, None)),
         *({"lease": value} for value in (0.5, "60", None, float("nan"), True)),
         *({"heartbeat_timeout": value} for value in (0, -1, "10")),
+        *({"timeout": value} for value in (0, "10", True, float("nan"))),
         *({"slots": value} for value in (0, -1, "2", True, 1_000_000)),
         *({"results": value} for value in ("all", None, 1)),
         {"image": "torch"},

@@ -45,8 +45,8 @@ class Handlers:
         """The folder of the detached run, if there is one."""
 
     def take(self, stream: int, head: bytes, data: Data) -> None:
-        message = messages.decode(head)
         try:
+            message = messages.decode(head)
             handle = getattr(self, f"on_{message.op}", None)
             if handle is None:
                 raise ProtocolError(f"a message {message.op!r} is sent by agents, not to them")

@@ -23,7 +23,7 @@ class Detacher:
 
     def __init__(self, nodes: Sequence[Node], ranks: Sequence[int], *, label: str, name: str | None) -> None:
         """The nodes' agents must not be used by anything else. Raises UsageError for a name that cannot be shown."""
-        if name is not None and not (isinstance(name, str) and name.strip() and name.isprintable()):
+        if name is not None and not (name.strip() and name.isprintable()):
             raise UsageError(f"invalid name of a run: {name!r}", hint="use printable characters, not only spaces")
         self.id = secrets.token_hex(8)
         self._nodes = nodes

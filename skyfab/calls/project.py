@@ -16,6 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Final
 
+from skyfab._util.signals import SIGNAL_GUARD, SignalCame
 from skyfab.calls.folder_watch import Changes
 from skyfab.calls.gitignore import is_kept, spec_of
 from skyfab.calls.image import Image
@@ -69,7 +70,7 @@ class Project:
         self._next_scan = 0.0
         self._folders: set[str] = set()
         self._changes = Changes()
-        self._lock = threading.RLock()  # reentrant: a signal handler may make a call
+        self._lock = threading.RLock()
 
     def tree(self, *, anew: bool = False) -> Tree:
         """The project as it is now.
@@ -79,11 +80,19 @@ class Project:
         """
         if self._image.excludes == ("*",) and not self._includes:
             return EMPTY
+        with SIGNAL_GUARD:  # a handler may make a call, and wait for a thread that waits for the lock
+            try:
+                return SIGNAL_GUARD.poll(self._current, anew)
+            except SignalCame:  # only once: a timer may be faster than a scan
+                SIGNAL_GUARD.allow(bool)
+                return self._current(anew)
+
+    def _current(self, anew: bool) -> Tree:
         with self._lock:  # a scan replaces the watch: other threads must not get the old tree meanwhile
             now = time.monotonic()
             has_changed = self._changes.changed()
             if has_changed or now >= self._next_scan or len(sys.modules) != self._modules or anew:
-                self._next_scan = 0.0  # if a handler of signals raises meanwhile, the next call scans again
+                self._next_scan = 0.0  # if the scan is interrupted, the next call scans again
                 self._changes.forget()
                 self._scan()
                 spent = time.monotonic() - now

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stage.threads import begin
 
 import skyfab as sky
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls import project
+from skyfab.calls.modules import Modules
 
 
 @pytest.fixture
@@ -93,6 +98,37 @@ def test_an_edit_counts_though_a_signal_has_interrupted_the_call_that_noticed_it
             found.tree()
     assert found.tree().digest != before.digest
     found.close()
+
+
+@pytest.mark.parametrize("does", ["returns", "raises"])
+def test_a_signal_while_files_are_read_holds_up_no_other_thread(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, does: str
+) -> None:
+    """Its handler may make a call, which may have to wait for a call of another thread."""
+    found, read = project.Project(sky.Image(includes=[str(folder)])), Modules
+    seen = list[project.Tree]()
+
+    def handle(*_: object) -> None:
+        seen.append(begin(found.tree).result(30))
+        if does == "raises":
+            raise InterruptedError
+
+    def read_interrupted(*arguments: Any) -> Modules:
+        if threading.current_thread() is threading.main_thread():
+            signal.raise_signal(signal.SIGUSR1)
+        return read(*arguments)
+
+    monkeypatch.setattr(project, "Modules", read_interrupted)
+    before = signal.signal(signal.SIGUSR1, handle)
+    SIGNAL_GUARD.watch()
+    try:
+        with pytest.raises(InterruptedError) if does == "raises" else contextlib.nullcontext():
+            assert found.tree() is seen[0]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+        SIGNAL_GUARD.leave()
+        found.close()
+    assert seen[0].files
 
 
 def test_what_was_written_before_a_call_counts_for_every_thread(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -480,6 +480,7 @@ class Interrupted(Worker):
         super().__init__(model, "main")
         self._chance = model.random("signals")
         self._may_raise = self._gave_up = False
+        self.is_running = True
         self.count = 0
 
     def _does(self, kind: str) -> bool:
@@ -489,8 +490,10 @@ class Interrupted(Worker):
         before = signal.signal(signal.SIGALRM, self._handle)
         timer = signal.setitimer(signal.ITIMER_REAL, 0.1)
         try:
-            super().run()
+            with contextlib.suppress(Stop):  # where nothing ends
+                super().run()
         finally:
+            self.is_running = False
             signal.signal(signal.SIGALRM, signal.SIG_IGN)
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
@@ -507,7 +510,9 @@ class Interrupted(Worker):
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         signal.setitimer(signal.ITIMER_REAL, self._chance.uniform(0.001, 0.3))
-        kind = "raises" if self._gave_up else self._chance.choice(["raises", "returns", "returns", "calls"])
+        if self._gave_up:
+            raise Stop
+        kind = self._chance.choice(["raises", "returns", "returns", "calls"])
         if not self._may_raise or kind == "returns" or _is_finalizing(frame):
             return
         self._may_raise = False

@@ -248,13 +248,13 @@ def run(model: Model, *, workers: int, seconds: float) -> None:
         World(model, "cuts", CUTS, (0.5, 3.0)),
     ]
     around = [begin(world.run) for world in worlds]
-    watch = begin(lambda: _watch(model, crew, time.monotonic() + seconds))
+    watch = begin(lambda: _watch(model, crew, main, time.monotonic() + seconds))
     working = [begin(worker.run) for worker in crew[1:]]
     main.run()
     watch.result(3 * BOUND)
     for work in (*around, *working):
         try:
-            work.result(3 * BOUND)
+            work.result(3 * BOUND if not model.report.count() else 10)
         except TimeoutError:
             model.report.broken("ends", f"a thread does not: {[str(worker.doing) for worker in crew if worker.doing]}")
     cable.restore([host for pool in model.pools for host in pool.machines.values()])
@@ -269,20 +269,21 @@ def run(model: Model, *, workers: int, seconds: float) -> None:
         print(f"meanwhile: {dict(world.done)}")
 
 
-def _watch(model: Model, crew: Sequence[Worker], end: float) -> None:
+def _watch(model: Model, crew: Sequence[Worker], main: Interrupted, end: float) -> None:
     """Ends the run in time, and sees who does not come back."""
+    late = None
     while not model.stop.wait(0.2):
         if time.monotonic() > end or model.report.count() > ENOUGH:
             model.stop.set()
-        for worker in crew:
-            operation = worker.doing
-            if operation is not None and time.monotonic() > operation.start + 2 * BOUND:
-                model.late(operation, time.monotonic() - operation.start)
-    main = crew[0]
-    late = time.monotonic() + 2 * BOUND
-    while isinstance(main, Interrupted) and main.doing is not None:
-        if time.monotonic() > late:
-            model.late(main.doing, 2 * BOUND)
+        for operation in (worker.doing for worker in crew):
+            if operation is not None and time.monotonic() > operation.start + 2 * BOUND and late is None:
+                late = operation
+                model.late(operation, 2 * BOUND)
+    patience = time.monotonic() + (2 * BOUND if late is None else 1)
+    while main.is_running:
+        if time.monotonic() > patience:
+            if late is None and (late := main.doing) is not None:
+                model.late(late, 2 * BOUND)
             main.give_up()
         time.sleep(0.2)
 

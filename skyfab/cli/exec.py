@@ -6,7 +6,7 @@ import functools
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Option, Workdir, command
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from skyfab.inventory.host import Host
     from skyfab.session.ask import Reply
     from skyfab.ui.events import Events
-
-_NOT_FOUND: Final = 127
-"""The exit code of a shell for a command that it does not find."""
 
 
 @command
@@ -43,6 +40,7 @@ def exec_(
         skyfab exec --workdir='~' -- du -sh .cache
         skyfab exec --hosts=gpu -- 'nvidia-smi -L | wc -l'
     """
+    from skyfab._util.scripts import given
     from skyfab.cli.asking import asking
     from skyfab.cli.host_selection import selected
     from skyfab.cli.ssh import of_project
@@ -66,7 +64,8 @@ def exec_(
         def run(host: Host) -> int:
             arguments = {"line": line, "workdir": folders.of(host).sent, "variables": dict(host.env)}
             if shell := shells.get(host.name):
-                script = "shell=/bin/sh\n" + replace(shell, folder="", setup="", otherwise="").script()
+                own = "shell=/bin/sh " + given(missing=shell.otherwise)
+                script = own + replace(shell, folder="", setup="", otherwise="").script()
                 arguments |= {"line": script, "variables": dict(shell.variables)}
             show = functools.partial(_show, asker.events)
             return asker.ask_one(Question("command", show, arguments), host)
@@ -79,9 +78,6 @@ def exec_(
         elif outcome.answer:
             ended = f"exit code {outcome.answer}" if outcome.answer > 0 else f"killed by signal {-outcome.answer}"
             print(f"{outcome.host.name}: {ended}", file=sys.stderr)
-            shell = shells.get(outcome.host.name)
-            if outcome.answer == _NOT_FOUND and shell is not None and shell.otherwise:
-                print(f"hint: {shell.otherwise}", file=sys.stderr)
             codes.add(1)
     return max(codes)
 

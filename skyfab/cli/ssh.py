@@ -32,10 +32,11 @@ def ssh(
 
     Starts in the working folder, where run and put keep the files of the current folder, with the setup lines and
     variables of a run, with this project's environment first in PATH, and with the modules that the last run sent in
-    PYTHONPATH. Replaces itself with ssh, which prompts for passwords. Exits with the shell's exit code.
+    PYTHONPATH. As with ssh, the words after -- are joined with spaces. Replaces itself with ssh, which prompts for
+    passwords. Exits with the shell's exit code.
 
         skyfab ssh node1
-        skyfab ssh node1 -- python -c 'import torch; print(torch.__version__)'
+        skyfab ssh node1 -- 'python -c "import torch; print(torch.__version__)"'
         skyfab ssh node1 --run=night
     """
     from skyfab.cli.host_selection import selected_one
@@ -75,8 +76,8 @@ def of_project(host: Host, command: str) -> InteractiveShell:
         programs = posixpath.dirname(sys.executable) if host.transport == "local" else ""
     else:
         programs = preparation.guess(host).rpartition("/")[0]
-        hint = HINTS.adapted(f"skyfab run --hosts={host.name} builds it")
-        otherwise = f"{host.name}: the environment of this project has not been built yet; {hint}"
+        hint = HINTS.adapted(f"skyfab run --hosts={host.name} FILE.py")
+        otherwise = f"the environment of this project has not been built yet; the next run builds it: {hint}"
     return InteractiveShell(
         host=host,
         folder=Workdirs(settings.workdir).of(host).sent or "~",
@@ -99,7 +100,7 @@ def _of_run(name: str, host: Host, inventory: Inventory, command: str) -> Intera
         host=host,
         folder=about.workdir or f"{host.cache.rstrip('/')}/runs/{run.id}",
         programs=posixpath.dirname(about.python),
-        otherwise=f"{host.name}: the environment of this run is unknown",
+        otherwise="the environment of this run is unknown",
         setup=host.setup,
         variables=host.env,
         command=command,

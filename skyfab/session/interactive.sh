@@ -5,7 +5,8 @@
 # Given by session/interactive.py: cache, the cache folder; folder, the working folder: a path, a name in the cache, or
 # empty; programs, a folder for PATH, env/DIGEST, or empty; otherwise, what to say if that is not there; tree, the digest
 # of a project tree for PYTHONPATH, or empty; variables, a file in the cache that is read once, or empty; setup, lines
-# that run first; command, or empty for a shell. By cli/exec.py: shell, for the command, instead of the user's own.
+# that run first; command, or empty for a shell. By cli/exec.py: shell, for the command, instead of the user's own; and
+# missing, which is said in place of `otherwise`, and only if the command is not found.
 : "${cache?}" "${folder?}" "${programs?}" "${otherwise?}" "${tree?}" "${variables?}" "${setup?}" "${command?}"
 # shellcheck disable=SC2088 # the tilde itself is meant
 case $cache in
@@ -46,10 +47,16 @@ elif test -n "$otherwise"; then
   echo "$otherwise" >&2
 fi
 modules=
-for found in "$PWD/src" "$cache/trees/$tree"/[0-9]*; do
+for found in "$cache/trees/$tree"/[0-9]* "$PWD/src"; do
   test -d "$found" && modules=${modules:+$modules:}$found
 done
 test -z "$modules" || export PYTHONPATH="$modules${PYTHONPATH:+:$PYTHONPATH}"
+if test -n "$command" && test -z "$programs" && test -n "${missing-}"; then
+  /bin/sh -c "$command"
+  code=$?
+  test "$code" != 127 || echo "$missing" >&2
+  exit "$code"
+fi
 test -z "$command" || exec "${shell:-${SHELL:-/bin/sh}}" -c "$command"
 case ${SHELL##*/} in
   bash)

@@ -110,7 +110,8 @@ def test_exec_and_ssh_have_the_environment_and_the_modules_of_the_last_run(run: 
     not_yet = typed("exec", "node1", "--", "echo $WORD")
     assert (not_yet.stdout, not_yet.stderr) == ("node1 two words\n", "")
     not_found = typed("exec", "node1", "--", "tensorboard")
-    assert "the environment of this project has not been built yet; skyfab run --hosts=node1 builds" in not_found.stderr
+    missing = "the environment of this project has not been built yet; the next run builds it: skyfab run"
+    assert missing in not_found.stderr
     ran = run("jobs/train.py")
     assert ran.returncode == 0, ran.stderr
     look = (
@@ -121,6 +122,14 @@ def test_exec_and_ssh_have_the_environment_and_the_modules_of_the_last_run(run: 
     assert (by_exec.stdout.splitlines(), by_exec.stderr) == ([f"node1 {line}" for line in seen], "")
     by_ssh = typed("ssh", "node1", "--", look)
     assert by_ssh.stdout.splitlines() == seen, by_ssh.stderr
+    mistyped = typed("exec", "node1", "--", "tensorbored")
+    assert "not found" in mistyped.stderr
+    assert "built" not in mistyped.stderr
+    assert run("--sync", "jobs/train.py").returncode == 0
+    write(app / "src" / "own_app" / "__init__.py", "name = 'edited'\n")
+    assert run("jobs/train.py").returncode == 0
+    edited = typed("exec", "node1", "--", "python -c 'import own_app; print(own_app.name)'")
+    assert edited.stdout == "node1 edited\n", "the modules that the last run sent, not what --sync left there before"
     bare = typed("exec", "--no-env", "node1", "--", "command -v tensorboard; echo _$WORD$PYTHONPATH$VIRTUAL_ENV")
     assert bare.stdout == "node1 _\n", bare.stderr
     page = (Path(__file__).parents[2] / "docs" / "forward.md").read_text()

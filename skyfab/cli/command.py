@@ -8,7 +8,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Annotated, Any, Final, TextIO, get_args, get_origin
 
 from skyfab._util.hints import HINTS
@@ -36,11 +36,13 @@ class Option:
     default: str = ""
     """What the help says about the default, where that is not a value."""
     plain: bool = False
-    """Words without an option's name are its values; several are joined with commas."""
+    """Words without an option's name are its values; several are joined with commas, unless it is a sequence."""
     joined: bool = False
     """If it is given again, the values are joined with commas; else the last one counts."""
     follows: bool = False
     """All words after the argument before it are its values, also those that begin with a dash."""
+    words: Mapping[str, str] = field(default_factory=dict)
+    """Values that a flag may have, as ``all`` in ``--sync=all``, and the help for each."""
 
 
 HOSTS: Final = (
@@ -76,7 +78,8 @@ InventoryFile = Annotated[
     ),
 ]
 Json = Annotated[bool, Option("print JSON")]
-RunName = Annotated[str, Option("the ID of the run, the beginning of the ID, or the name of the run", "RUN")]
+RUN: Final = "the ID of the run, the beginning of the ID, or the name of the run"
+RunName = Annotated[str, Option(RUN, "RUN")]
 Ranks = Annotated[int | None, Option("ranks on each host", "N", default="one per GPU; one on hosts without GPUs")]
 Nodes = Annotated[int | None, Option("use only the first N hosts", "N", default="all")]
 Where = Annotated[
@@ -111,7 +114,7 @@ class Parameter:
         """As the function has it."""
         self.is_rest = parameter.kind is parameter.VAR_POSITIONAL
         self.positional = parameter.default is parameter.empty and not self.is_rest
-        self.kind = bool if kind is bool else list if get_origin(kind) is Sequence else str
+        self.kind = bool if bool in (kind, *get_args(kind)) else list if get_origin(kind) is Sequence else str
         self.default = None if self.positional else parameter.default
         shown = option.default or (None if self.is_rest else self.default)
         self.help = option.help + (f" (default: {shown})" if shown else "")
@@ -119,14 +122,16 @@ class Parameter:
 
     @property
     def flags(self) -> list[str]:
-        """The option as it is typed; the long name is the last. A flag ``sync__all`` is ``--sync=all``."""
-        names = [*self.option.short, self.name.strip("_").replace("__", "=").replace("_", "-")]
+        """The option as it is typed; the long name is the last."""
+        names = [*self.option.short, self.name.strip("_").replace("_", "-")]
         return [f"-{name}" if len(name) == 1 else f"--{name}" for name in names]
 
     def read(self, text: str) -> str | int:
         """The value that was typed. Raises ArgumentTypeError."""
         if not text:
             raise argparse.ArgumentTypeError("must not be empty")
+        if self.option.words and text not in self.option.words:
+            raise argparse.ArgumentTypeError(f"must be {' or '.join(self.option.words)}, not {text!r}")
         if not self._is_number:
             return text
         try:
@@ -145,13 +150,18 @@ class Parameter:
                 parser.add_argument(self.name, nargs="...", metavar="ARGS", help=text).required = False
             return []
         if self.kind is bool:
-            return [parser.add_argument(*self.flags, dest=self.name, action="store_true", **common)]
+            actions = [parser.add_argument(*self.flags, dest=self.name, action="store_true", **common)]
+            for word, text in self.option.words.items():  # with nargs="?" it would take the next argument
+                common |= {"action": "store_const", "const": word, "help": text}
+                actions.append(parser.add_argument(f"{self.flags[-1]}={word}", dest=self.name, **common))
+            return actions
         common |= {"metavar": self.option.value, "type": self.read}
         if self.positional:
             return [parser.add_argument(self.name, **common)]
         action = "append" if self.kind is list else _Join if self.option.joined else "store"
         if self.option.plain:
-            plain = parser.add_argument(self.name, nargs="*", action=_Join, **common)
+            many = "extend" if self.kind is list else _Join
+            plain = parser.add_argument(self.name, nargs="*", action=many, **common)
             common["help"] = f"the same as {self.option.value}"
             return [plain, parser.add_argument(*self.flags, dest=self.name, action=action, **common)]
         return [parser.add_argument(*self.flags, dest=self.name, action=action, **common)]

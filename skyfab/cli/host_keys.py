@@ -6,7 +6,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,11 +133,8 @@ def _agreed(entries: Sequence[Entry], *, yes: bool) -> bool:
             print(f"  {line}")
     if yes:
         return True
-    if not sys.stdin.isatty():
-        raise UsageError(
-            "confirmation needs a terminal", hint="compare the fingerprints, then repeat the command with --yes"
-        )
-    return answer(f"record them in {entries[0].file}? [y/N] ").lower() in ("y", "yes")
+    hint = "compare the fingerprints, then repeat the command with --yes"
+    return answer(f"record them in {entries[0].file}? [y/N] ", hint).lower() in ("y", "yes")
 
 
 def _known(entry: Entry) -> frozenset[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from skyfab._util.hints import HINTS
@@ -60,7 +60,7 @@ def hosts(
     known, chosen = selected(hosts, inventory, quiet=json_)
     show = not json_ and is_rich(sys.stdout, sys.stderr)  # else the table is enough
     with asking(chosen, known, show=show) as asker:
-        found = [replace(Facts.of(outcome), slots=outcome.host.slots) for outcome in asker.ask(SURVEY)]
+        found = [*map(Facts.of, asker.ask(SURVEY))]
     if json_:
         report.print_json(found)
     else:
@@ -139,7 +139,7 @@ class Facts:
         if survey is None:
             reachable = isinstance(error, HostUnfit)
             message, hint = (error.message, error.hint) if error else ("no answer", None)
-            return cls(name=host.name, address=address, reachable=reachable, error=message, hint=hint)
+            return cls(name=host.name, address=address, reachable=reachable, slots=host.slots, error=message, hint=hint)
         return cls(
             name=host.name,
             address=address,
@@ -148,6 +148,7 @@ class Facts:
             platform=survey.platform,
             cpus=survey.cpus,
             gpus=survey.gpus_of(host),
+            slots=host.slots,
             survey=survey,
         )
 

@@ -106,6 +106,7 @@ def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ..
     """Those that were named; else asks. Without aliases in ssh_config, those of known_hosts are offered."""
     from skyfab.inventory.known_hosts import names
     from skyfab.inventory.selection import some
+    from skyfab.ui.prompt import answer
 
     if hosts is not None:
         return known.select(hosts)
@@ -118,18 +119,10 @@ def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ..
     print(clean(f"{where} has {len(offered)}: {some(offered)}", colour=False))
     if known.hosts and others:
         print(clean(f"known_hosts also has {some(others)}", colour=False))
-    given = "" if yes else _asked("Which hosts? Names, patterns like gpu*, or all [all] ", "name them, or add --yes")
+    given = "" if yes else answer("Which hosts? Names, patterns like gpu*, or all [all] ", "name them, or add --yes")
     if given in ("", "all"):
         return known.select(offered)
     return known.select(given)
-
-
-def _asked(question: str, hint: str) -> str:
-    if not sys.stdin.isatty():
-        raise UsageError("prompts need a terminal", hint=hint)
-    from skyfab.ui.prompt import answer
-
-    return answer(question)
 
 
 # ---- do they work
@@ -172,6 +165,8 @@ def _show(outcomes: Sequence[Outcome[Survey]]) -> None:
 
 
 def _left_out(outcomes: Sequence[Outcome[Survey]], *, yes: bool) -> bool:
+    from skyfab.ui.prompt import answer
+
     count = sum(one.error is not None for one in outcomes)
     which = "the unusable host" if count == 1 else f"the {count} unusable hosts"
-    return yes or _asked(f"Skip {which}? [Y/n] ", "add --yes").lower() in ("", "y", "yes")
+    return yes or answer(f"Skip {which}? [Y/n] ", "add --yes").lower() in ("", "y", "yes")

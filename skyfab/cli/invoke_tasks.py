@@ -23,7 +23,8 @@ class Argument(invoke.Argument):
         super().__init__(
             names=names,
             attr_name=None if names[0] == parameter.name else parameter.name,
-            kind=parameter.kind,
+            kind=str if parameter.option.words else parameter.kind,
+            optional=bool(parameter.option.words),
             default=parameter.default,
             positional=parameter.positional,
             help=parameter.help,
@@ -34,7 +35,7 @@ class Argument(invoke.Argument):
         return self._parameter.flags[-1]
 
     def set_value(self, value: Any, cast: bool = True) -> None:
-        if self.takes_value:
+        if self.takes_value and value is not True:
             try:
                 value = self._parameter.read(value)
             except argparse.ArgumentTypeError as error:

@@ -55,24 +55,40 @@ def put(
 
 @command
 def get(
-    path: Annotated[str, Option("a file, a folder or a pattern on the hosts", "PATH")],
+    path: Annotated[Sequence[str], Option("files, folders or patterns on the hosts", "PATH", plain=True)] = (),
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
     to: Annotated[str, Option("the folder on this machine to put them into", "FOLDER")] = ".",
-) -> None:
+    run: Annotated[str | None, Option("fetch from the folder of this detached run: its ID or its name", "RUN")] = None,
+) -> int:
     """Copy files and folders from hosts.
 
     Relative paths are in the working folder on the hosts, and are kept below the folder on this machine; quote
-    patterns. From several hosts, files that more than one of them has go into a folder for each host. Skips files that
+    patterns. --run without a path fetches the file that the run wrote, or the folder that all of them are in, once it
+    has ended. From several hosts, files that more than one of them has go into a folder for each host. Skips files that
     this machine already has with the same content, and resumes interrupted transfers.
 
         skyfab get 'ckpt/*' --hosts=node1
         skyfab get /var/log/syslog --hosts=gpu --to=logs
+        skyfab get --run=night --to=results
     """
     from skyfab.cli.host_selection import selected
+    from skyfab.detached.run import attach
 
-    with _pool(*selected(hosts, inventory)) as compute:
-        _tell([report for report in compute.download(path, to=to) if report.entries])  # others are reported already
+    if run:
+        found = attach(run, hosts, inventory=inventory, results="data")
+        path = path or sorted({one.inner for part in found.parts for one in part.files})
+        known, chosen, silent = found.inventory, tuple(found.in_workdirs()), found.silent
+        why = f"run {run} ({found.state}) lists no files that it wrote on other machines"
+    else:
+        known, chosen, silent, why = *selected(hosts, inventory), [], "no file was named"
+    if not path or not chosen:
+        raise UsageError(why, hint="skyfab get --help")
+    with _pool(known, chosen) as compute:
+        _tell(compute.download(path, to=to))
+    for host in silent:
+        print(f"{host}: no answer, nothing was fetched from it", file=sys.stderr)
+    return 3 if silent else 0
 
 
 def remember(run: Run, patterns: Sequence[str]) -> None:
@@ -90,7 +106,7 @@ def fetch_remembered(run: Run) -> None:
     noted = json.loads(_note_of(run).read_text())
     try:
         with _pool(run.inventory, hosts) as compute:
-            _tell([one for one in compute.download(noted["patterns"], to=noted["to"]) if one.entries])
+            _tell(compute.download(noted["patterns"], to=noted["to"]))
     except SkyfabError as error:
         print(f"not fetched: {report.text(error).removeprefix('error: ')}", file=sys.stderr)
 
@@ -121,4 +137,5 @@ def _tell(reports: Sequence[Report]) -> None:
     from skyfab.ui.terminal import clean
 
     for report in reports:
-        print(clean(str(report)))
+        if report.entries or not report.folder:  # hosts without a file to fetch are reported already
+            print(clean(str(report)))

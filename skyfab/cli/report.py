@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -13,6 +15,13 @@ from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError
 def print_json(value: Any) -> None:
     """Prints what `--json` asks for; dataclasses in it are objects."""
     print(json.dumps(value, default=asdict, indent=2, ensure_ascii=False))
+
+
+def print_errors(errors: Sequence[SkyfabError]) -> int:
+    """Prints the errors of hosts that do not answer. Returns the exit code."""
+    for error in errors:
+        print(text(error), file=sys.stderr)
+    return 3 if errors else 0
 
 
 def is_expected(error: BaseException) -> bool:

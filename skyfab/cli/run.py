@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Nodes, Option, Ranks, Where, Workdir, command
 from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements, With
@@ -33,9 +33,12 @@ def run(
     ranks: Ranks = None,
     workdir: Workdir = "auto",
     sync: Annotated[
-        bool, Option("first copy the script's folder to the hosts, with data, except what .gitignore excludes")
+        bool | Literal["all"],
+        Option(
+            "first copy the script's folder to the hosts, with data, except what .gitignore excludes",
+            words={"all": "the same, with what .gitignore excludes"},
+        ),
     ] = False,
-    sync__all: Annotated[bool, Option("the same, with what .gitignore excludes")] = False,
     get: Annotated[Sequence[str], Option("fetch these files when the run has ended; repeatable", "PATTERN")] = (),
     detach: Detach = False,
     name: Annotated[str | None, Option("a name for the detached run", "NAME")] = None,
@@ -119,8 +122,8 @@ def run(
         started = as_function(perform)
         started.label = target
         folder = None
-        if sync or sync__all:
-            folder, reports = compute.files.lay_out(script.parent, compute.hosts, ignored=sync__all)
+        if sync:
+            folder, reports = compute.files.lay_out(script.parent, compute.hosts, ignored=sync == "all")
             for report in reports:
                 print(report, file=sys.stderr)
         call = started(script.name, function, list(arguments), folder)

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from skyfab._util.hints import HINTS
+from skyfab._util.sizes import counted
 from skyfab.cli import report
-from skyfab.cli.command import Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
+from skyfab.cli.command import RUN, Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
 from skyfab.cli.put import fetch_remembered
-from skyfab.errors import HostError, PoolError, UsageError
+from skyfab.errors import HostError, PoolError, SkyfabError, UsageError
 from skyfab.ui.terminal import clean, clean_lines, settled
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from skyfab.detached.run import Run
-    from skyfab.errors import SkyfabError
+    from skyfab.inventory.inventory import Inventory
 
 Tail = Annotated[int | None, Option("start with the last N lines", "N", default="all")]
 Since = Annotated[
@@ -39,22 +40,30 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
         skyfab runs node1
         skyfab runs --hosts=gpu --json
     """
-    from skyfab.cli.host_selection import selected
-    from skyfab.detached.run import survey
-    from skyfab.session.ask import Asker
+    from skyfab.inventory.inventory import used_last
 
-    known, chosen = selected(hosts, inventory, quiet=json_, here=True)
-    with Asker(chosen, known) as asker:
-        found, errors = survey(asker)
+    known, found, errors = _survey(hosts, inventory, quiet=json_)
     if json_:
         report.print_json([facts_of(run) for run in found])
     elif found:
         show_runs(found)
     elif not errors:
-        print(HINTS.adapted("no runs found; for other hosts: skyfab runs --inventory=FILE"), file=sys.stderr)
-    for error in errors:
-        print(report.text(error), file=sys.stderr)
-    return 3 if errors else 0
+        other = shlex.quote(used_last(known) or "FILE")
+        print(HINTS.adapted(f"no runs found; for other hosts: skyfab runs --inventory={other}"), file=sys.stderr)
+    return report.print_errors(errors)
+
+
+def _survey(
+    hosts: str | None, inventory: str | None, *, quiet: bool = False
+) -> tuple[Inventory, list[Run], list[SkyfabError]]:
+    """The inventory, the runs on its hosts and this machine, and the errors of hosts that do not answer."""
+    from skyfab.cli.host_selection import selected
+    from skyfab.detached.run import survey
+    from skyfab.session.ask import Asker
+
+    known, chosen = selected(hosts, inventory, quiet=quiet, here=True)
+    with Asker(chosen, known) as asker:
+        return known, *survey(asker)
 
 
 def show_runs(found: Sequence[Run]) -> None:
@@ -242,19 +251,56 @@ def _tell(error: SkyfabError) -> None:
 
 
 @command
-def stop(id_: RunName, hosts: RunHosts = None, inventory: InventoryFile = None) -> None:
-    """Stop a detached run on all its hosts.
+def stop(
+    id_: Annotated[Sequence[str], Option(RUN, "RUN", plain=True)] = (),
+    hosts: RunHosts = None,
+    inventory: InventoryFile = None,
+    all_: Annotated[bool, Option("stop all runs, after a confirmation")] = False,
+    yes: Annotated[bool, Option("do not ask for the confirmation")] = False,
+) -> int:
+    """Stop detached runs on all their hosts.
 
-    Sends SIGTERM to its ranks and their child processes, and SIGKILL two seconds later. Keeps what the run has written.
-    A run that has already ended is left as it is.
+    Sends SIGTERM to the ranks and their child processes, and SIGKILL two seconds later. Keeps what a run has written.
+    A run that has already ended is left as it is. --all lists the runs on all hosts and this machine, or on --hosts,
+    and asks before it stops them. Exits with 3 if a host does not respond, and with 1 if the answer was no.
 
         skyfab stop 3f2a91c0
+        skyfab stop --all
     """
     from skyfab.detached.run import attached
 
-    with attached(id_, hosts, inventory=inventory) as found:
-        if found.has_ended:
-            print(f"{found.id[:8]} {clean(found.name, colour=False)} has already ended: {found.state}")
-            return
-        found.stop()
-        print(f"{found.id[:8]}  {found.status}  {clean(found.name, colour=False)}")
+    if all_ == bool(id_):
+        raise UsageError("expected the ID or name of a run, or --all", hint="to list them: skyfab runs")
+    for name in id_:
+        with attached(name, hosts, inventory=inventory) as found:
+            _stop(found)
+    return _stop_all(hosts, inventory, yes=yes) if all_ else 0
+
+
+def _stop(run: Run) -> None:
+    name = clean(run.name, colour=False)
+    if run.has_ended:
+        print(f"{run.id[:8]} {name} has already ended: {run.state}")
+    else:
+        run.stop()
+        print(f"{run.id[:8]}  {run.status}  {name}")
+
+
+def _stop_all(hosts: str | None, inventory: str | None, *, yes: bool) -> int:
+    from skyfab.ui.prompt import answer
+
+    _, found, errors = _survey(hosts, inventory)
+    running = [run for run in found if run.state == "running"]
+    if running:
+        show_runs(running)
+        question = f"stop {counted(len(running), 'run')}? [y/N] "
+        if not yes and answer(question, "add --yes").lower() not in ("y", "yes"):
+            return 1
+    elif not errors:
+        print("no run is running", file=sys.stderr)
+    for run in running:
+        try:
+            _stop(run)
+        except SkyfabError as error:  # the others are stopped all the same
+            errors.append(error)
+    return report.print_errors(errors)

@@ -36,6 +36,4 @@ def stacks(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = F
         print(clean_lines(describe(group)))
     if not alike and not json_:
         print("no ranks are running", file=sys.stderr)
-    for error in errors:
-        print(report.text(error), file=sys.stderr)
-    return 3 if errors else 0
+    return report.print_errors(errors)

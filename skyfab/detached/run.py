@@ -7,7 +7,7 @@ finds the run again. `Compute.launch` starts runs.
 from __future__ import annotations
 
 import os
-import re
+import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -23,7 +23,7 @@ from skyfab.detached.logs import LogLine, LogReader
 from skyfab.detached.written import event, path_of
 from skyfab.errors import HostLost, HostUnfit, SkyfabError, UsageError, broadcast_error, printable
 from skyfab.inventory.host import LOCAL, Host
-from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.inventory import Inventory, used_last
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
 from skyfab.session.ask import PASSING, Asker, Outcome, Question, Reply, only
@@ -67,6 +67,8 @@ class Run(ShownAsTable):
         """Hosts of the run that were not part of the last query: `state` does not include them."""
         self.asker: Asker | None = None
         """Whose connections are used, if they are open: see `attached`."""
+        self.namesakes: list[Run] = []
+        """Other runs of its name that were running when it was started."""
 
     def __repr__(self) -> str:
         return f"<run {self.id[:8]} {printable(self.name)}: {self.state}>"
@@ -161,7 +163,7 @@ class Run(ShownAsTable):
             host = self._host(part.host)
             if host is None or host.transport == "local":
                 continue
-            found += [event(host, self.inventory, written) for written in part.files if _is_safe(written.workdir)]
+            found += [event(host, self.inventory, written) for written in part.files if written.is_safe]
         return found
 
     def in_workdirs(self) -> list[Host]:
@@ -327,11 +329,6 @@ class Run(ShownAsTable):
                     raise HostUnfit(what, host=outcome.host.name, hint=f"wait, or on the host: kill -9 {pid}")
 
 
-def _is_safe(workdir: str) -> bool:
-    """A host may send anything, and this becomes part of a command that users copy."""
-    return re.fullmatch(r"[\w./~+-]+", workdir, re.ASCII) is not None
-
-
 def _content(_host: Host, replies: Iterator[Reply]) -> bytearray | None:
     """The content of a file; None if it is not there."""
     if next(replies).value is not True:
@@ -438,11 +435,14 @@ def _find(id: str, asker: Asker, results: Results, *, is_named: bool) -> Run:  #
     if len(by_id) > 1:
         some = ", ".join(run.id[:8] for run in by_id[:4])
         raise UsageError(f"{len(by_id)} runs begin with {id!r}: {some}", hint="type more of the id")
-    if by_id:
-        return by_id[0]
+    for run in by_id:  # it is one
+        run.namesakes = [one for one in found if one is not run and (one.name, one.state) == (run.name, "running")]
+        return run
     if errors:
         raise errors[0]
     near = did_you_mean(id, [*(run.id[: max(8, len(id))] for run in found), *(run.name for run in found)])
+    if other := used_last(asker.inventory):
+        near = near or f"the last run used another inventory: skyfab runs --inventory={shlex.quote(other)}"
     if not is_named and asker.inventory.source is None:
         hint = near or "set SKYFAB_INVENTORY, or name its hosts: --hosts=…"
         raise UsageError(f"no run {id!r} on this machine (no inventory loaded)", hint=hint)

@@ -53,6 +53,11 @@ class Written:
         return f"{count} ({readable(self.size)}): {', '.join([*names, *more])}"
 
     @property
+    def is_safe(self) -> bool:
+        """A host may send anything, and the folder becomes part of a command that users copy."""
+        return re.fullmatch(r"[\w./~+-]+", self.workdir, re.ASCII) is not None
+
+    @property
     def inner(self) -> str:
         """What to fetch of the folder: the file, or the folder in it that all files are in; else all of it."""
         return self.common if self.complete and _is_plain(self.common) else "."

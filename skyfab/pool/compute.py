@@ -36,7 +36,7 @@ from skyfab.detached.run import Run, attach
 from skyfab.errors import UsageError
 from skyfab.files.transfer import Report
 from skyfab.inventory.host import MOST_SLOTS, Host
-from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.inventory import Inventory, note_used
 from skyfab.plugins.base import Plugin
 from skyfab.pool.broadcast import Broadcasts
 from skyfab.pool.detach import Detacher
@@ -390,7 +390,7 @@ class Compute(ShownAsTable):
             detacher.start_gang(lambda: broadcasts.new_gang(broadcasts.spec(nodes, packed.tree), job), tree, packed)
         else:
             detacher.start_one(self._nodes.solo_spec, tree, packed)
-        return attach(detacher.id, [node.host for node in chosen], inventory=self.inventory, results=self._results)
+        return self._launched(detacher, chosen)
 
     def detach(self, *, name: str | None = None) -> Run:
         """Detaches the running broadcast: it continues on the hosts as a run called `name`. Closes the pool."""
@@ -406,6 +406,10 @@ class Compute(ShownAsTable):
         self._broadcasts.close()
         detacher.take_over(running)
         self.close()
+        return self._launched(detacher, nodes)
+
+    def _launched(self, detacher: Detacher, nodes: Sequence[Node]) -> Run:
+        note_used(self.inventory)
         return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=self._results)
 
     def wait_for_ranks(self, timeout: float) -> None:

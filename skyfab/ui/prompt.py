@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
-from skyfab.errors import printable
+from skyfab.errors import UsageError, printable
 
 _PACE: Final = 100
 """Milliseconds between checks whether the answer is still wanted."""
@@ -73,8 +73,13 @@ class Terminal:
 TERMINAL: Final = Terminal()
 
 
-def answer(question: str) -> str:
-    """Reads a line that is shown as it is typed. The end of input (Ctrl-D) ends it as Ctrl-C does."""
+def answer(question: str, hint: str) -> str:
+    """Reads a line that is shown as it is typed. The end of input (Ctrl-D) ends it as Ctrl-C does.
+
+    Raises UsageError, with what to do instead, if there is no terminal.
+    """
+    if not sys.stdin.isatty():
+        raise UsageError("prompts need a terminal", hint=hint)
     try:
         return input(question).strip()
     except EOFError:

@@ -131,6 +131,10 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["train", "--bogus"], "error: unknown option --bogus\nhint: skyfab train --help\n"),
         (["train", "--epoch=3"], "error: unknown option --epoch\nhint: did you mean: skyfab train --epochs=3\n"),
         (["exec", "--hsots=x", "--", "true"], "hint: did you mean: skyfab exec --hosts=x -- true\n"),
+        (["get", "--to=x"], "error: no file was named\nhint: skyfab get --help\n"),
+        (["stop"], "error: expected the ID or name of a run, or --all\nhint: to list them: skyfab runs\n"),
+        (["stop", "night", "--all"], "error: expected the ID or name of a run, or --all\n"),
+        (["run", "--sync=some", "x.py"], "error: --sync: ignored explicit argument 'some'\n"),
         (["logs", "a", "b"], "error: unexpected argument 'b'\nhint: skyfab logs --help\n"),
         (["train", "--hosts"], "error: --hosts: expected one argument\nhint: skyfab train --help\n"),
         (["train", "--hosts="], "error: --hosts must not be empty\nhint: skyfab train --help\n"),
@@ -168,7 +172,10 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["prepare", "--lock=pylock.toml"], "error: --lock needs packages"),
     ],
 )
-def test_a_slip_of_the_finger_is_one_message_and_2(skyfab: Skyfab, words: list[str], says: str) -> None:
+def test_a_slip_of_the_finger_is_one_message_and_2(
+    skyfab: Skyfab, words: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # without the inventory of the last run
     code, out, err = skyfab(*words)
     assert (code, out) == (2, "")
     assert says in err and "Traceback" not in err
@@ -184,6 +191,10 @@ def test_plain_invoke_runs_the_same_tasks_with_the_same_codes(tmp_path: Path) ->
     code, out, err = invoke("hosts", "--inventory=no")
     assert (code, out) == (2, "") and err.startswith("error: no: No such file")
     assert invoke("exec", "--hosts=local", "--", "echo hi") == (0, "local hi\n", "")
+    (tmp_path / "here.py").write_text("print('ran')\n")
+    for sync in ("--sync", "--sync=all"):
+        assert invoke("run", "here.py", "--hosts=local", sync) == (0, "local[0] ran\n", "")
+    assert invoke("run", "here.py", "--sync=some") == (2, "", "error: --sync must be all, not 'some'\n")
 
 
 # ---- hosts
@@ -201,6 +212,16 @@ def test_hosts_as_json_has_the_one_that_failed_too(skyfab: Skyfab) -> None:
     assert here["reachable"] and here["cpus"] >= 1 and here["error"] is None
     assert here["python"] == f"{sys.version_info[0]}.{sys.version_info[1]}"
     assert not nobody["reachable"] and "refused" in nobody["error"] and nobody["hint"]
+
+
+def test_slots_are_a_column_where_a_host_has_more_than_one(skyfab: Skyfab, tmp_path: Path) -> None:
+    lines = [f'[hosts.{name}]\ntransport = "local"\n' for name in ("one", "many")]
+    (tmp_path / "inventory.toml").write_text("".join(lines) + "slots = 12\n")
+    head, *rows = skyfab("hosts")[1].splitlines()
+    assert re.split("  +", head) == [*HEAD[:2], "slots", *HEAD[2:]]
+    assert [re.split("  +", row)[:3] for row in rows] == [["one", "this machine", "1"], ["many", "this machine", "12"]]
+    assert re.split("  +", skyfab("hosts", "one")[1].splitlines()[0]) == HEAD
+    assert [one["slots"] for one in json.loads(skyfab("hosts", "--json")[1])] == [1, 12]
 
 
 def test_a_host_that_failed_has_its_reason_in_the_table_and_its_hint_below(skyfab: Skyfab) -> None:
@@ -499,7 +520,7 @@ def test_an_unknown_host_key_is_refused_until_it_is_trusted(
     assert code == 3 and "host key is unknown" in out and "hint: node1: skyfab trust --hosts=node1" in err
 
     code, out, err = skyfab("trust", "--hosts=node1")
-    assert code == 2 and "confirmation needs a terminal" in err and not known.exists()
+    assert code == 2 and "prompts need a terminal" in err and not known.exists()
     assert re.search(r"  256 SHA256:[\w+/]{43} node1 \(ED25519\)\n", out)
 
     assert skyfab("trust", "--hosts=node1", "--yes").code == 0

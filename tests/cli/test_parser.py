@@ -46,6 +46,10 @@ def test_whatever_is_typed_is_a_line_or_a_usage_error(typed: list[str]) -> None:
         ("prepare --pip=a --pip b", "prepare", {"pip": ["a", "b"]}, []),
         ("runs --hosts=node1 --hosts node2", "runs", {"hosts": "node1,node2"}, []),
         ("put x --hosts=node1 --hosts=!node2", "put", {"path": "x", "hosts": "node1,!node2"}, []),
+        ("get a b, --to=c --run=night d", "get", {"path": ["a", "b,", "d"], "to": "c", "run": "night"}, []),
+        ("stop --all --yes", "stop", {"all_": True, "yes": True}, []),
+        ("run --sync=all x.py --sync", "run", {"sync": "all", "target": "x.py"}, ["--sync"]),
+        ("run --sync x.py", "run", {"sync": True, "target": "x.py"}, []),
         ("trust --known-hosts=x --known-hosts=y", "trust", {"known_hosts": "y"}, []),
     ],
 )

@@ -15,6 +15,7 @@ import struct
 import subprocess
 import sys
 import termios
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -180,13 +181,49 @@ def test_a_run_that_has_ended_is_not_stopped(night: Path, state: str) -> None:
     assert (ran.returncode, ran.stdout) == (0, f"abcdef01 night has already ended: {state}\n"), ran.stderr
 
 
-def test_a_look_at_logs_that_is_interrupted_ends_quietly(night: Path, request: pytest.FixtureRequest) -> None:
+@pytest.fixture
+def agent(night: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The agent of the run, which is not over then."""
     run = night / "here" / "runs" / "abcdef0123456789"
-    agent = subprocess.Popen(["sleep", "100"], cwd=run)
-    request.addfinalizer(lambda: agent.kill() or agent.wait())
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    (run / "status").write_text(json.dumps({"state": "running", "started": 1e9}))
-    (run / "agent").write_text(f"{agent.pid} {boot} {run}\n")
+    with subprocess.Popen(["sleep", "100"], cwd=run) as agent:
+        (run / "status").write_text(json.dumps({"state": "running", "started": 1e9}))
+        (run / "agent").write_text(f"{agent.pid} {boot} {run}\n")
+        yield agent
+        agent.kill()
+
+
+def test_stopping_all_runs_is_confirmed(night: Path, agent: subprocess.Popen[bytes]) -> None:
+    row = r"abcdef01 +running +2001-09-09 \d\d:\d\d +2 +\S.* +here +night"
+    ran = piped(night, "stop", "--all", "--hosts=here")
+    assert (ran.returncode, ran.stderr) == (2, "error: prompts need a terminal\nhint: add --yes\n")
+    assert re.search(row, ran.stdout)
+    for answer in ("", "n"):
+        with Typist([*PROGRAM, "stop", "--all", "--hosts=here"], night) as person:
+            person.sees(r"stop 1 run\? \[y/N\]")
+            person.types(answer)
+            assert person.ends() == 1
+        assert agent.poll() is None
+    with Typist([*PROGRAM, "stop", "--all", "--hosts=here"], night) as person:
+        person.sees(r"stop 1 run\? \[y/N\]")
+        person.types("y")
+        assert person.ends() == 0
+        assert "abcdef01  lost  night" in person.said
+    assert agent.wait(10) == -signal.SIGTERM
+    ran = piped(night, "stop", "--all", "--yes", "--hosts=here")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "no run is running\n")
+
+
+def test_all_runs_are_stopped_where_hosts_answer(folder: Path, night: Path, agent: subprocess.Popen[bytes]) -> None:
+    (folder / "inventory.toml").write_text(INVENTORY.format(cache=folder))
+    ran = piped(night, "stop", "--all", "--yes", "--hosts=both")
+    assert ran.returncode == 3
+    assert "error: dead: " in ran.stderr
+    assert "abcdef01  lost  night\n" in ran.stdout
+    assert agent.wait(10) == -signal.SIGTERM
+
+
+def test_a_look_at_logs_that_is_interrupted_ends_quietly(night: Path, agent: subprocess.Popen[bytes]) -> None:
     with subprocess.Popen(
         [*PROGRAM, "logs", "-f", "night"], cwd=night, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as logs:

@@ -414,6 +414,73 @@ def test_what_a_detached_run_wrote_is_fetched_to_where_it_was_typed(
     assert not list(elsewhere.iterdir())
 
 
+BESIDE = """
+import sys, time
+from pathlib import Path
+
+Path("ckpt").mkdir(exist_ok=True)
+Path("ckpt/last.pt").write_text(sys.argv[1])
+Path(f"ckpt/{sys.argv[1]}.log").write_text("")
+print("saved", flush=True)
+while not Path("end").exists():
+    time.sleep(0.05)
+"""
+
+
+@pytest.mark.slow
+def test_files_of_runs_at_once_are_fetched_from_the_folder_of_each(here: Path, listed: Path) -> None:
+    (here / "beside.py").write_text(BESIDE)
+
+    def ran(*words: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        done = skyfab(here, *words, inventory=listed)
+        assert done.returncode == code, done.stderr
+        return done
+
+    ids = {}
+    for name in ("day", "night", "night"):
+        begun = ran("run", "--hosts=node1", "--detach", f"--name={name}", "beside.py", name)
+        is_second = name in ids
+        said = f"still running under the same name: {ids.get(name)}; commands with the name mean {begun.stdout}"
+        assert (said in begun.stderr) == is_second
+        ids[name] = begun.stdout.strip()
+        until(lambda begun=begun: "saved" in ran("logs", begun.stdout.strip()).stdout, "the script has written")
+    for name, id_ in ids.items():
+        ran("get", "ckpt/last.pt", "ckpt/*.log", f"--run={name}", f"--to={name}")
+        assert (here / name / "ckpt" / "last.pt").read_text() == name
+        assert (here / name / "ckpt" / f"{name}.log").exists()
+        said = ran("get", f"--run={id_}", code=2).stderr
+        assert f"error: run {id_} (running) lists no files that it wrote on other machines\n" in said
+    ran("stop", "--all", "--yes", "--hosts=node1")
+    for name, id_ in ids.items():
+        ran("get", f"--run={id_}", f"--to={name}.all")
+        assert (here / f"{name}.all" / "ckpt" / "last.pt").read_text() == name
+        assert not (here / f"{name}.all" / "beside.py").exists(), "it is not what the run wrote"
+    assert "no file matches end" in ran("get", "end", "--run=day", code=2).stderr
+
+
+@pytest.mark.slow
+def test_a_run_that_is_not_found_may_be_of_the_inventory_that_was_used_last(
+    here: Path, tmp_path: Path, listed: Path
+) -> None:
+    (here / "saves.py").write_text("from pathlib import Path\nPath('ckpt.pt').write_text('x')\n")
+    begun = skyfab(here, "run", "--hosts=node1", "--detach", "saves.py", inventory=listed)
+    assert begun.returncode == 0, begun.stderr
+    typed = f"skyfab runs --inventory={listed}\n"
+    for words in (["logs"], ["attach"], ["stop"], ["get", "ckpt.pt", "--run"]):
+        none = skyfab(here, *words, begun.stdout.strip())
+        assert none.returncode == 2
+        assert none.stderr.endswith(f"hint: the last run used another inventory: {typed}"), none.stderr
+    named = skyfab(here, "logs", "nobody", inventory=listed)
+    assert named.stderr.endswith("hint: to list them: skyfab runs\n"), "it is this inventory"
+    cache = str(tmp_path / "cache")
+    assert skyfab(here, "runs", XDG_CACHE_HOME=cache).stderr.endswith("skyfab runs --inventory=FILE\n")
+    (tmp_path / "cache" / "skyfab").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache" / "skyfab" / "last-inventory").write_text(str(listed))
+    assert skyfab(here, "runs", XDG_CACHE_HOME=cache).stderr.endswith(typed)
+    listed.unlink()
+    assert skyfab(here, "runs", XDG_CACHE_HOME=cache).stderr.endswith("skyfab runs --inventory=FILE\n")
+
+
 def test_a_failed_run_that_wrote_nothing_says_why_it_failed(here: Path, listed: Path) -> None:
     (here / "fails.py").write_text("raise SystemExit(3)\n")
     done = skyfab(here, "run", "--hosts=node1", "--get=ckpt", "fails.py", inventory=listed)

@@ -56,7 +56,9 @@ class Side(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Ready:
+class Ready:
+    """A reply that is there."""
+
     value: Any
 
     def result(self) -> Any:
@@ -78,7 +80,7 @@ class Here:
         self._side = side
 
     def ask(self, request: str, *arguments: Any) -> Reply:
-        return _Ready(getattr(self._side, request)(*arguments))
+        return Ready(getattr(self._side, request)(*arguments))
 
 
 @dataclass(slots=True, repr=False)

@@ -10,7 +10,8 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +28,7 @@ from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, Sky
 from skyfab.files.entries import FOLDER, LINK, MOST_ENTRIES, Entry, name, walk
 from skyfab.files.source import Source, and_above, expected
 from skyfab.files.target import Target
-from skyfab.files.transfer import Here, Report, Side, Transfer, check
+from skyfab.files.transfer import Here, Ready, Report, Side, Transfer, check
 from skyfab.host.ask.files import serve
 from skyfab.pool.futures import refuse_to_block
 from skyfab.pool.node import Node, WorkerSpec
@@ -109,7 +110,8 @@ class Files:
     ) -> list[Report]:
         def send(node: Node, stopped: threading.Event) -> Report:
             own = list(skipped) if len(nodes) > 1 else skipped  # `found` may still add to it
-            with closing(Remote(node, self._spec_of(node, ""), stopped, claims=True)) as remote:
+            with closing(Remote(node, self._spec_of(node, ""), claims=True)) as remote:
+                remote.stopped = stopped
                 keep_newer = laid_out is not None
                 there, called, room = check("receive", remote.ask("receive", place, base, is_file, keep_newer).result())
                 if laid_out is not None:
@@ -130,8 +132,20 @@ class Files:
         folder = Path(to).expanduser().absolute()
         is_new = not folder.is_dir()
         patterns = [os.fsencode(path) for path in paths]
-        is_lone = self._look_for_lone(patterns, nodes) if apart else lambda entry: True
         places: dict[str, str] = {}
+        sources = {node.name: Remote(node, self._spec_of(node, "")) for node in nodes}
+
+        def look(node: Node, stopped: threading.Event) -> Report:
+            source = sources[node.name]
+            source.stopped = stopped
+            try:
+                places[node.name] = check("send", source.ask("send", patterns).result())
+                if apart:
+                    source.list()
+            finally:
+                if stopped.is_set():  # after Ctrl-C, nobody else closes it
+                    source.close()
+            return Report(node.name)
 
         def fetch(node: Node, stopped: threading.Event) -> Report:
             is_inner = apart
@@ -141,17 +155,23 @@ class Files:
                 is_inner &= not (lone := is_lone(entry))
                 return entry.path if lone else os.fsencode(node.name) + b"/" + entry.path
 
-            with closing(Remote(node, self._spec_of(node, ""), stopped)) as remote:
-                places[node.name] = check("send", remote.ask("send", patterns).result())
+            with closing(sources[node.name]) as source:
+                source.stopped = stopped
                 with closing(Target(os.fsencode(folder), expects=expected(patterns), place_of=place_of)) as target:
-                    transfer = self._transfer(node, "fetching files", remote, Here(target))
+                    transfer = self._transfer(node, "fetching files", source, Here(target))
                     transfer.run(functools.partial(_fits, target.room, ""))
                 transfer.report.folder = _typed(folder / node.name if is_inner else folder)
                 with suppress(SkyfabError):  # it is reported as written then
-                    remote.ask("fetched", patterns).result()
+                    source.ask("fetched", patterns).result()
                 return transfer.report
 
-        reports = self._on_each(fetch, nodes)
+        try:
+            self._on_each(look, nodes)
+            is_lone = _lone({name: source.paths for name, source in sources.items()}) if apart else lambda entry: True
+            reports = self._on_each(fetch, nodes)
+        finally:
+            for source in sources.values():
+                source.close()
         empty = [report.host for report in reports if not report.entries]
         if len(empty) == len(nodes):
             if is_new:
@@ -164,35 +184,6 @@ class Files:
         for host in empty:
             self._events.emit(Notice(host=host, text=f"no file matches {', '.join(map(str, paths))}"))
         return reports
-
-    def _look_for_lone(self, patterns: Sequence[bytes], nodes: Sequence[Node]) -> Callable[[Entry], bool]:
-        """Says of an entry whether it is at its own place: one host alone has it, or something in that folder."""
-        hosts: dict[bytes, set[str]] = {}
-
-        def look(node: Node, stopped: threading.Event) -> Report:
-            with closing(Remote(node, self._spec_of(node, ""), stopped)) as remote:
-                remote.ask("send", patterns).result()
-                count = 0
-                while (rows := check("rows", remote.ask("rows").result())[0]) and count <= MOST_ENTRIES:
-                    count += len(rows)  # too many are an error when they are fetched
-                    for row in rows:
-                        hosts.setdefault(Entry.parse(row).path, set()).add(node.name)
-            return Report(node.name)
-
-        self._on_each(look, nodes)
-        names = {os.fsencode(node.name) for node in nodes}
-        lone: set[bytes] = set()
-        for path, owners in hosts.items():
-            if len(owners) == 1 and path.split(b"/")[0] not in names:
-                lone.update(and_above(path))
-
-        def is_lone(entry: Entry) -> bool:
-            target = os.path.normpath(b"%s/../%s" % (entry.path, entry.link))
-            if entry.kind == LINK and target in hosts and target not in lone:  # a link is beside its file
-                return False
-            return entry.path in lone and (entry.kind == FOLDER or len(hosts[entry.path]) == 1)
-
-        return is_lone
 
     # ---- one host
 
@@ -242,15 +233,29 @@ class Files:
 class Remote:
     """The source or target on a host: a worker of its own, which is asked with calls."""
 
-    def __init__(self, node: Node, spec: WorkerSpec, stopped: threading.Event, *, claims: bool = False) -> None:
+    def __init__(self, node: Node, spec: WorkerSpec, *, claims: bool = False) -> None:
         self._node = node
         self._session = node.session
         self._worker = f"files.{next(_workers)}"
         self._spec = replace(spec, pipelined=True, reported=False, plain=True, claims=claims)
-        self._stopped = stopped
+        self.stopped = threading.Event()
+        """Once it is set, requests fail."""
+        self.paths: list[bytes] = []
+        """Of all entries, after `list`."""
+        self._pages: deque[Any] = deque()
 
-    def ask(self, request: str, *arguments: Any) -> Answer:
-        if self._stopped.is_set():
+    def list(self) -> None:
+        """Lists the source, once: the replies are given again to the transfer that asks for them."""
+        pages: deque[Any] = deque()
+        while not pages or (pages[-1][0] and len(self.paths) <= MOST_ENTRIES):  # the transfer refuses more
+            pages.append(check("rows", self.ask("rows").result()))
+            self.paths += [Entry.parse(row).path for row in pages[-1][0]]
+        self._pages = pages
+
+    def ask(self, request: str, *arguments: Any) -> Answer | Ready:
+        if request == "rows" and self._pages:
+            return Ready(self._pages.popleft())
+        if self.stopped.is_set():
             raise CallCancelled("the transfer was interrupted", host=self._node.name)
         if self._node.session is not self._session:
             raise HostLost(
@@ -301,6 +306,27 @@ class Answer(Reply):
 def _server() -> PackedFunction:
     """What workers of transfers run."""
     return pack_function(as_function(serve))
+
+
+def _lone(paths: Mapping[str, Iterable[bytes]]) -> Callable[[Entry], bool]:
+    """Says of an entry whether it keeps its place: one host alone has it, or something in it. `paths` are by host."""
+    hosts: dict[bytes, set[str]] = {}
+    for host, some in paths.items():
+        for path in some:
+            hosts.setdefault(path, set()).add(host)
+    names = {os.fsencode(host) for host in paths}
+    lone: set[bytes] = set()
+    for path, owners in hosts.items():
+        if len(owners) == 1 and path.split(b"/")[0] not in names:
+            lone.update(and_above(path))
+
+    def is_lone(entry: Entry) -> bool:
+        target = os.path.normpath(b"%s/../%s" % (entry.path, entry.link))
+        if entry.kind == LINK and target in hosts and target not in lone:  # a link is beside its file
+            return False
+        return entry.path in lone and (entry.kind == FOLDER or len(hosts[entry.path]) == 1)
+
+    return is_lone
 
 
 def _unfit(number: int, text: str, host: str) -> HostUnfit:

@@ -24,6 +24,7 @@ from skyfab.errors import HostUnfit, UsageError
 from skyfab.files.draft import part_of
 from skyfab.files.source import PIECE
 from skyfab.lab import Lab, LabHost
+from skyfab.pool.files import Remote
 from skyfab.ui.events import Event, Moved, Notice
 
 pytestmark = pytest.mark.lab
@@ -91,8 +92,11 @@ def test_what_is_there_is_not_sent_again(here: Path, open_pool: Callable[..., sk
 
 
 def test_from_several_hosts_what_one_alone_has_keeps_its_place(
-    here: Path, open_pool: Callable[..., sky.Compute]
+    here: Path, open_pool: Callable[..., sky.Compute], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    requests: list[str] = []
+    ask = Remote.ask
+    monkeypatch.setattr(Remote, "ask", lambda self, *words: requests.append(words[0]) or ask(self, *words))
     pool = open_pool("openssh", count=2)
     events: list[Event] = []
     pool.events.subscribe(events.append)
@@ -106,6 +110,7 @@ def test_from_several_hosts_what_one_alone_has_keeps_its_place(
 
     sky.function(write)() @ pool
     pool.download("ckpt/*.pt", to="all")
+    assert requests.count("send") == 2, "each host lists its files once"
     assert sorted(str(path.relative_to(here)) for path in here.rglob("*.pt")) == [
         "all/ckpt/0.pt",
         "all/ckpt/1.pt",

@@ -20,9 +20,9 @@ _SOURCES: Final[tuple[Source, ...]] = (
 """In the order in which a file is compared with them."""
 
 
-def is_word(given: object) -> bool:
+def is_word(given: str) -> bool:
     """Whether this is the word of a source, and not the path of a file."""
-    return isinstance(given, str) and any(source.names(given) for source in _SOURCES)
+    return any(source.names(given) for source in _SOURCES)
 
 
 def read(given: str | os.PathLike[str]) -> Contents:

@@ -631,6 +631,10 @@ def test_a_table_that_is_there_twice_is_named_as_in_the_file() -> None:
     assert message.startswith("inv.toml: not valid TOML: [hosts.node1] is defined twice (at line 2")
 
 
+def test_a_mistake_in_the_first_line() -> None:
+    assert mistake("[host.a]\n[hosts.b]").message == "inv.toml:1: unknown table [host]"
+
+
 def test_all_mistakes_are_reported_at_once_the_count_first_each_on_its_line() -> None:
     error = mistake("""
         [defaults]

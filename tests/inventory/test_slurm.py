@@ -63,3 +63,10 @@ def test_outside_of_an_allocation_there_is_a_clear_error(environ: dict[str, str]
 def test_an_invalid_list_is_an_error(nodes: str, message: str) -> None:
     with pytest.raises(InventoryError, match=message):
         read({"SLURM_JOB_NODELIST": nodes})
+
+
+@pytest.mark.parametrize(("job", "shown"), [({"SLURM_JOB_ID": "12"}, "slurm job 12"), ({}, "slurm")])
+def test_an_error_names_the_job(job: dict[str, str], shown: str) -> None:
+    with pytest.raises(InventoryError) as caught:
+        read({"SLURM_JOB_NODELIST": ",,,", **job})
+    assert caught.value.message == f"{shown}: has no hosts"

@@ -28,9 +28,17 @@ class FakeProject:
 
     def __init__(self) -> None:
         self.now = FakeTree("old")
+        self.after = self.now
+        """What is found when it is read anew."""
+        self.is_closed = False
 
     def tree(self, *, anew: bool = False) -> FakeTree:
+        if anew:
+            self.now = self.after
         return self.now
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 @pytest.fixture
@@ -201,3 +209,76 @@ def test_the_thread_that_reads_cannot_wait_for_hosts_to_have_new_files(sync: Pro
         os.close(fd)
     assert "thread" in str(told[0])
     assert node.trees == {"old"}
+
+
+def test_each_node_is_sent_a_version_once_and_lost_ones_are_not(sync: ProjectSync, project: FakeProject) -> None:
+    first, second, lost = FakeNode(1), FakeNode(2), FakeNode(3)
+    sent: list[str] = []
+    for node in (first, second, lost):
+        node.on_sync = lambda node=node: sent.append(node.name)  # type: ignore[misc]
+    lost.lost = sky.HostLost("gone", host="node3")
+    second.trees.add("old")
+    plans = list[str]()
+    sync.open([first, second, lost])  # type: ignore[list-item]
+    for _ in range(2):
+        assert sync.digest(plans.append) == "old"
+    assert sent == ["node1"]
+    assert plans == ["old"], "it is used once"
+    project.now = FakeTree("new")
+    assert sync.digest(plans.append) == "new"
+    assert sorted(sent) == ["node1", "node1", "node2"]
+
+
+def test_a_file_that_changes_while_it_is_sent_is_read_again(sync: ProjectSync, project: FakeProject) -> None:
+    node, plans = FakeNode(), list[str]()
+    project.after = FakeTree("newer")
+    send = node.sync_project
+    node.sync_project = lambda tree: tree.digest == "newer" and send(tree)  # type: ignore[method-assign]
+    sync.open([node])  # type: ignore[list-item]
+    assert sync.digest(plans.append) == "newer"
+    assert plans == ["newer"]
+    assert node.trees == {"newer"}
+
+
+def test_a_file_that_changes_while_a_node_is_taken_back_is_left_to_the_next_call(
+    sync: ProjectSync, project: FakeProject
+) -> None:
+    other, back, accepted = FakeNode(), FakeNode(), list[str]()
+    sync.open([other])  # type: ignore[list-item]
+    sync.digest(lambda digest: None)
+    back.sync_project = lambda tree: False  # type: ignore[method-assign]
+    sync.take_back(back, lambda: accepted.append("back"))  # type: ignore[arg-type]
+    assert accepted == ["back"]
+    sync.open([other, back])  # type: ignore[list-item]
+    back.sync_project = lambda tree: back.trees.add(tree.digest) or True  # type: ignore[func-returns-value,method-assign]
+    sync.digest(lambda digest: None)
+    assert back.trees == {"old"}
+
+
+def test_a_node_that_has_everything_is_taken_back_without_more(sync: ProjectSync, project: FakeProject) -> None:
+    back, accepted = FakeNode(), list[str]()
+    back.on_sync = lambda: pytest.fail("it was sent something")
+    sync.take_back(back, lambda: accepted.append("before the first call"))  # type: ignore[arg-type]
+    back.trees.add("old")
+    sync.open([back])  # type: ignore[list-item]
+    sync.digest(lambda digest: None)
+    sync.take_back(back, lambda: accepted.append("after it"))  # type: ignore[arg-type]
+    assert accepted == ["before the first call", "after it"]
+
+
+def test_what_cannot_be_read_ahead_is_an_error_of_the_first_call(
+    sync: ProjectSync, project: FakeProject, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def unreadable(**_: object) -> FakeTree:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(project, "tree", unreadable)
+    sync.read_ahead()
+    sync.open([])
+    with pytest.raises(PermissionError):
+        sync.digest(lambda digest: None)
+
+
+def test_the_project_is_closed_with_the_pool(sync: ProjectSync, project: FakeProject) -> None:
+    sync.close()
+    assert project.is_closed

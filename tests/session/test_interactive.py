@@ -1,0 +1,68 @@
+"""The shell of `skyfab ssh`: where it begins and what it has, in a shell of this machine."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+from skyfab.session.interactive import InteractiveShell
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> Host:
+    return Host(name="here", transport="local", cache=str(tmp_path / "cache"))
+
+
+def output(shell: InteractiveShell) -> list[str]:
+    done = subprocess.run(
+        shell.argv(Inventory(hosts={}), terminal=False), capture_output=True, text=True, stdin=subprocess.DEVNULL
+    )
+    return (done.stdout + done.stderr).splitlines()
+
+
+def test_a_command_in_a_folder_of_the_cache(here: Host) -> None:
+    shell = InteractiveShell(host=here, folder="project-1", setup="MINE=set", command="pwd")
+    assert output(shell) == [f"{here.cache}/files/project-1"]
+
+
+def test_what_it_has(here: Host, tmp_path: Path) -> None:
+    """Variables of the setup, the environment's programs first, and the modules of the project."""
+    programs = Path(here.cache, "envs", "abc", "bin")
+    programs.mkdir(parents=True)
+    (programs / "python").touch(mode=0o755)
+    Path(here.cache, "trees", "123", "0").mkdir(parents=True)
+    shell = InteractiveShell(
+        host=here,
+        folder=str(tmp_path),
+        programs="env/abc",
+        otherwise="no environment yet",
+        tree="123",
+        setup="export MINE=set",
+        command='echo "$MINE"; command -v python; echo "$PYTHONPATH"',
+    )
+    found = output(shell)
+    assert found[:2] == ["set", str(programs / "python")]
+    assert found[2].startswith(f"{here.cache}/trees/123/0")
+    assert len(found) == 3
+
+
+def test_an_environment_that_is_not_there(here: Host) -> None:
+    shell = InteractiveShell(host=here, folder="", programs="env/abc", otherwise="no environment yet", command="true")
+    assert output(shell) == ["no environment yet"]
+
+
+def test_a_host_gets_it_all_in_one_word(tmp_path: Path) -> None:
+    host = Host(name="node1", address="10.0.0.1")
+    shell = InteractiveShell(host=host, folder="it's; rm -rf", command="echo 'x'")
+    inventory = Inventory(hosts={"node1": host})
+    plain, typed = (shell.argv(inventory, terminal=terminal) for terminal in (False, True))
+    assert plain[0] == "ssh"
+    assert plain[-1].startswith("exec /bin/sh -c '")
+    assert "rm -rf" not in plain[-1]
+    assert ("-t" in typed, "-t" in plain) == (True, False)
+    with_variables = InteractiveShell(host=host, folder="", variables={"TOKEN": "hunter2"})
+    assert "hunter2" not in repr(with_variables)

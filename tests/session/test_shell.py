@@ -1,0 +1,293 @@
+"""Scripts in a shell on a host, as this side sees them: what is sent, and what its replies mean. Without a host."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator, Sequence
+
+import pytest
+
+from skyfab.errors import HostLost, HostUnfit, ProtocolError, Unreachable
+from skyfab.inventory.host import Host
+from skyfab.session.shell import START, Deadline, ScriptFailed, Shell
+from skyfab.ui.prompt import TERMINAL
+
+HOST = Host(name="node1", address="10.0.0.1")
+MARKER = "=mark="
+
+
+class Wire:
+    """A stream whose other end is a socket of the test."""
+
+    def __init__(self) -> None:
+        self.here, self.there = socket.socketpair()
+        self.here.setblocking(False)
+        self.there.setblocking(False)
+        self.drained = 0
+
+    def says(self, text: str) -> None:
+        self.there.sendall(text.encode())
+
+    def heard(self) -> str:
+        try:
+            return self.there.recv(1 << 20).decode()
+        except BlockingIOError:
+            return ""
+
+    def fileno(self) -> int:
+        return self.here.fileno()
+
+    def sink(self) -> int | None:
+        return self.here.fileno()
+
+    def stderr(self) -> int | None:
+        return None
+
+    def drain(self) -> bytes:
+        self.drained += 1
+        return b""
+
+    def recv_into(self, view: memoryview) -> int | None:
+        return self.here.recv_into(view)
+
+    def send(self, buffers: Sequence[bytes]) -> int:
+        return self.here.send(buffers[0])
+
+    def explain(self) -> Exception:
+        return HostLost("the stream ended", host="node1")
+
+    def close(self) -> None:
+        self.here.close()
+        self.there.close()
+
+
+@pytest.fixture
+def wire() -> Iterator[Wire]:
+    made = Wire()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def deadline() -> Deadline:
+    return Deadline(HOST, time.monotonic() + 60, lambda: False)
+
+
+@pytest.fixture
+def shell(wire: Wire, deadline: Deadline) -> Shell:
+    return Shell(wire, MARKER, deadline)
+
+
+# ---- replies
+
+
+def test_a_reply_is_found_in_whatever_a_login_prints(wire: Wire, shell: Shell, deadline: Deadline) -> None:
+    arrived: list[bool] = []
+    deadline.arrived = lambda: arrived.append(True)
+    wire.says("Welcome!\nno =mark here\n% =mark=ready 3.11\nfor another reader")
+    assert shell.answer() == "ready 3.11"
+    assert shell.noise.startswith(b"Welcome!\n")
+    assert arrived
+    assert wire.here.recv(100) == b"for another reader"
+
+
+def test_a_reply_that_is_repeated_in_one_line(wire: Wire, shell: Shell) -> None:
+    wire.says("=mark=a =mark=b\n")
+    assert shell.answer() == "a =mark=b"
+
+
+def test_the_end_of_the_stream(wire: Wire, shell: Shell) -> None:
+    wire.says("Connection closed")
+    wire.there.close()
+    assert shell.answer() is None
+    assert shell.noise == b"Connection closed"
+
+
+def test_a_shell_that_prints_for_ever_is_not_waited_for(wire: Wire, shell: Shell) -> None:
+    size = 0
+
+    def endless(view: memoryview) -> int:
+        nonlocal size
+        size += len(view)
+        view[:] = b"y" * len(view)
+        return len(view)
+
+    wire.recv_into = endless  # type: ignore[method-assign]
+    with pytest.raises(HostUnfit, match="prints endlessly") as caught:
+        shell.answer()
+    assert caught.value.host == "node1"
+    assert 256 * 1024 < size < 300 * 1024
+
+
+def test_a_host_that_does_not_answer(wire: Wire, shell: Shell, deadline: Deadline) -> None:
+    deadline.deadline = time.monotonic() + 0.3
+    with pytest.raises(Unreachable, match="no answer in time") as caught:
+        shell.answer()
+    assert caught.value.host == "node1"
+    assert "10.0.0.1" in str(caught.value.hint)
+    assert wire.drained, "what it writes to stderr is read meanwhile"
+
+
+def test_the_time_in_which_a_user_types_a_password_does_not_count(
+    deadline: Deadline, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deadline.deadline = time.monotonic() - 1
+    with pytest.raises(Unreachable):
+        deadline.check()
+    monkeypatch.setattr(type(TERMINAL), "spent", deadline.asked + 50)
+    deadline.check()
+    later = Deadline(HOST, time.monotonic() - 1, lambda: False)
+    with pytest.raises(Unreachable):
+        later.check()
+
+
+def test_a_pool_that_is_closed_ends_the_wait(wire: Wire) -> None:
+    shell = Shell(wire, MARKER, Deadline(HOST, time.monotonic() + 60, lambda: True))
+    with pytest.raises(HostLost, match="the pool was closed"):
+        shell.answer()
+
+
+# ---- sending
+
+
+def test_more_than_the_wire_takes_at_a_time(wire: Wire, shell: Shell, deadline: Deadline) -> None:
+    deadline.deadline = time.monotonic() + 5
+    data, got = bytes(range(256)) * 8192, bytearray()
+    drain = wire.drain
+
+    def take() -> bytes:
+        got.extend(wire.there.recv(1 << 20))
+        return drain()
+
+    wire.drain = take  # type: ignore[method-assign]
+    assert shell.send(data)
+    while len(got) < len(data):
+        got += wire.there.recv(1 << 20)
+    assert got == data
+    assert deadline.deadline > time.monotonic() + START - 5, "a host that takes more is alive"
+
+
+def test_a_host_that_no_longer_reads(wire: Wire, shell: Shell) -> None:
+    wire.there.close()
+    assert shell.send(b"x") is False
+
+
+# ---- scripts
+
+
+def test_a_script_has_no_input_and_its_output_is_returned(wire: Wire, shell: Shell, deadline: Deadline) -> None:
+    wire.says("one\n\ntwo=mark=done 0\n")
+    assert shell.run("uname -m") == "one\n\ntwo"
+    size, _, script = wire.heard().partition("\n")
+    assert int(size) == len(script)
+    assert script.startswith("( uname -m\n) 2>&1 </dev/null;")
+    assert "exit" not in script
+    assert deadline.deadline == float("inf"), "a script may take as long as it likes"
+
+
+@pytest.mark.parametrize(("said", "status"), [("3", 3), ("255", 255), ("nonsense", 1), ("9" * 9, 1), ("", 1)])
+def test_a_script_that_fails(wire: Wire, shell: Shell, said: str, status: int) -> None:
+    wire.says(f"no such file\n=mark=done {said}\n")
+    with pytest.raises(ScriptFailed, match="no such file") as caught:
+        shell.run("false")
+    assert (caught.value.status, caught.value.output) == (status, "no such file")
+
+
+def test_a_script_with_input(wire: Wire, shell: Shell) -> None:
+    sent: list[str] = []
+
+    def pieces() -> Iterator[bytes]:
+        yield b"first "
+        sent.append(wire.heard())
+        wire.says("half")
+        yield b"second "
+        sent.append(wire.heard())
+        wire.says(" full\n=mark=done 1\n")
+        yield b"third"
+        sent.append(wire.heard())
+
+    with pytest.raises(ScriptFailed, match="half full"):
+        shell.run("cat >/dev/null", feed=pieces())
+    size, _, script = sent[0].partition("\n")
+    assert size.endswith(" fed")
+    assert script == script[: int(size.split()[0])] + "first "
+    assert "</dev/null;" not in script
+    assert "test $s = 0 || exit" in script, "what follows would be read as a script"
+    assert sent[1:] == ["second "], "nothing is sent to a script that has replied"
+    assert wire.heard() == ""
+
+
+def test_a_script_that_ends_while_it_is_fed(wire: Wire, shell: Shell) -> None:
+    def pieces() -> Iterator[bytes]:
+        wire.heard()
+        wire.there.close()
+        yield b"a"
+        pytest.fail("nobody reads it")
+
+    with pytest.raises(HostLost, match="the stream ended"):
+        shell.run("cat", feed=pieces())
+
+
+def test_a_host_that_is_lost_during_a_script(wire: Wire, shell: Shell) -> None:
+    wire.says("half a line")
+    wire.there.shutdown(socket.SHUT_WR)
+    with pytest.raises(HostLost, match="the stream ended"):
+        shell.run("sleep 1")
+
+
+def test_the_first_script_is_sent_before_the_greeting_is_read(wire: Wire, shell: Shell) -> None:
+    seen: list[str] = []
+
+    def greeting() -> None:
+        seen.append(wire.heard())
+        wire.says("=mark=done 0\n=mark=done 0\n")
+
+    shell.greeting = greeting
+    shell.run("true")
+    assert len(seen) == 1
+    assert "( true" in seen[0]
+    wire.says("=mark=done 0\n")
+    shell.run("true")
+    assert len(seen) == 1
+
+
+def test_of_much_output_the_beginning_is_kept(wire: Wire, shell: Shell) -> None:
+    line = b"x" * 65535 + b"\n"
+    rest: list[bytes] = [line] * 200 + [b"=mark=done 0\n"]
+
+    def much(view: memoryview) -> int:
+        piece = rest.pop(0)
+        view[: len(piece)] = piece
+        return len(piece)
+
+    wire.recv_into = much  # type: ignore[method-assign]
+    text = shell.run("cat")
+    assert text == "\n".join(["x" * 65535] * 128), "8 MiB"
+
+
+def test_a_script_that_prints_for_ever(wire: Wire, shell: Shell) -> None:
+    """256 MiB are read."""
+    count = 0
+
+    def endless(view: memoryview) -> int:
+        nonlocal count
+        count += 1
+        view[-1:] = b"\n"
+        return len(view)
+
+    wire.recv_into = endless  # type: ignore[method-assign]
+    with pytest.raises(ProtocolError, match="prints endlessly"):
+        shell.run("yes")
+    assert count == 4097
+
+
+# ---- interpreters
+
+
+def test_an_interpreter_in_place_of_the_shell(wire: Wire, shell: Shell, deadline: Deadline) -> None:
+    deadline.deadline = float("inf")
+    wire.says("=mark=link\n")
+    assert shell.go("'/usr/bin/python3'", provided="test -x /usr/bin/python3") == "link"
+    assert "if test -x /usr/bin/python3; then p='/usr/bin/python3'; go; fi" in wire.heard()
+    assert time.monotonic() < deadline.deadline <= time.monotonic() + START

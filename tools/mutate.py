@@ -26,6 +26,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
+WITH_TORCH = ("device", "protocol")
+"""Packages whose tests are not in the fast tier, or not all, because they need torch; but they need no hosts. Workers
+of devices are forks of the tests' process instead."""
+
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.GtE,
     ast.GtE: ast.Lt,
@@ -151,9 +155,12 @@ def tests_of(module: str) -> list[str]:
     folder = ROOT / "tests" / package
     own = folder / f"test_{name}.py"
     imports = re.compile(rf"skyfab\.{package}(\.| import .*\b){name}\b")
-    near = [*sorted(folder.glob("test_*.py")), *sorted(folder.parent.glob("test_*.py"))]
+    near = sorted(folder.glob("test_*.py"))
+    if package not in WITH_TORCH:
+        near += sorted(folder.parent.glob("test_*.py"))
     others = [path for path in near if path != own and imports.search(path.read_text())]
-    return [*map(str, [*([own] if own.exists() else []), *others] or [folder]), "--fast"]
+    found = [*([own] if own.exists() else []), *others] or [folder]
+    return [*map(str, found), *([] if package in WITH_TORCH else ["--fast"])]
 
 
 def fails(options: list[str], seconds: float) -> bool:
@@ -195,8 +202,12 @@ def run(module: str, count: int, tests: list[str]) -> int:
         shutil.copytree(ROOT / "skyfab", f"{folder}/skyfab", ignore=shutil.ignore_patterns("__pycache__"))
         target = Path(folder) / "skyfab" / f"{module}.py"
         os.environ |= {"PYTHONPATH": folder, "HYPOTHESIS_STORAGE_DIRECTORY": f"{folder}/examples"}
+        os.environ |= {"SKYFAB_TEST_DEVICE": "process"}
         sys.path.insert(0, folder)
         import cloudpickle  # noqa: F401  # before the first fork, as pytest
+
+        if module.startswith(WITH_TORCH):
+            import torch  # noqa: F401
         from hypothesis import Phase, settings
 
         settings.register_profile("mutate", max_examples=50, phases=(Phase.explicit, Phase.reuse, Phase.generate))

@@ -266,9 +266,7 @@ class DeviceStream:
     def replied(self, batch: Batch, error: Exception | None) -> None:
         """A batch was answered, or never will be. Called by the thread that reads."""
         with self._replying:
-            if self._ahead and self._ahead[0] is batch:
-                self._ahead.popleft()
-            elif batch in self._ahead:
+            if batch in self._ahead:
                 self._ahead.remove(batch)
             self._bytes -= batch.size
             if error is not None:
@@ -356,13 +354,11 @@ class DeviceStream:
         """This process was forked: the device belongs to the parent."""
         self._lock = threading.RLock()
         self._lose(UsageError("a forked process cannot use the remote devices of its parent"))
-        self.buffer.clear()
 
     def close(self) -> None:
         """The pool closes: the device can no longer be used."""
         with self._lock:
             self._lose(UsageError("the pool of this device is closed; its tensors are lost", host=self.link.name))
-            self.buffer.clear()
 
 
 class DeviceFuture(GuardedFuture):

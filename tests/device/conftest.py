@@ -1,22 +1,41 @@
-"""Remote devices on lab hosts that have this interpreter's torch."""
+"""Remote devices on lab hosts that have this interpreter's torch.
+
+With ``SKYFAB_TEST_DEVICE=process``, workers are forks of this process, and tests that need hosts are skipped: it is
+for `./inv mutate`, which runs them hundreds of times.
+"""
 
 from __future__ import annotations
 
+import multiprocessing
+import os
+import pickle
+import queue
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
 
 import skyfab as sky
+from skyfab.device.batches import Batch
+from skyfab.device.devices import open_device
+from skyfab.host.device import entry
 from skyfab.lab import Lab
+from skyfab.protocol import codec, messages
 
 torch = pytest.importorskip("torch")
 
+IN_PROCESS = os.environ.get("SKYFAB_TEST_DEVICE") == "process"
+
 
 @pytest.fixture(scope="module")
-def remote_pool(lent_lab: Lab) -> Iterator[sky.Compute]:
+def remote_pool(request: pytest.FixtureRequest) -> Iterator[sky.Compute]:
     """Two hosts over SSH, open for the whole module."""
+    if IN_PROCESS:
+        pytest.skip("needs hosts")
+    lent_lab: Lab = request.getfixturevalue("lent_lab")
     inventory = sky.Inventory.of(lent_lab.inventory)
     with sky.Compute(list(inventory.hosts.values())[:2], ui="none") as compute:
         for host in compute.hosts:
@@ -24,16 +43,89 @@ def remote_pool(lent_lab: Lab) -> Iterator[sky.Compute]:
         yield compute
 
 
+def _work(connection: Connection) -> None:
+    """The worker of a device, in a process that was forked for it."""
+    torch.set_num_threads(1)
+    while (batch := connection.recv()) is not None:
+        device, instructions, *carried = batch
+        reply = entry.execute(device, instructions, *(memoryview(bytearray(part)) for part in carried))
+        connection.send([reply.data, *map(bytes, reply.buffers)])
+    os._exit(0)
+
+
+class ForkedLink:
+    """A worker in a fork of this process, as its stream sees it."""
+
+    def __init__(self, number: int) -> None:
+        self.name = f"node{number}"
+        self._connection, theirs = multiprocessing.Pipe()
+        self._process = multiprocessing.get_context("fork").Process(target=_work, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._sent: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
+        self._replied = threading.Condition()
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def send(self, payload: codec.Payload, batch: Batch) -> None:
+        device, instructions, *carried, _ = pickle.loads(payload.data, buffers=payload.buffers)
+        self._sent.put(batch)
+        self._connection.send([device, instructions, *map(bytes, carried)])
+
+    def _read(self) -> None:
+        while (batch := self._sent.get()) is not None:
+            parts = list(map(memoryview, self._connection.recv()))
+            batch.answered(messages.Result(parts=[len(part) for part in parts]), parts)
+            with self._replied:
+                self._replied.notify_all()
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        with self._replied:
+            while not done():
+                self._replied.wait(0.05)
+
+    def addresses_for(self, other: object) -> Sequence[str]:
+        return ["127.0.0.1"]
+
+    def notice(self, text: str) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._sent.put(None)
+        self._reader.join()
+        self._connection.send(None)
+        self._process.join()
+        self._process.close()
+        self._connection.close()
+
+
+@pytest.fixture(scope="module")
+def devices(request: pytest.FixtureRequest) -> Iterator[list[torch.device]]:
+    """The CPUs of both hosts."""
+    if IN_PROCESS:
+        streams = [open_device("cpu", link) for link in list(map(ForkedLink, (1, 2)))]
+        yield [stream.torch_device for stream in streams]
+        for stream in streams:
+            stream.close()
+            stream.link.close()
+    else:
+        pool: sky.Compute = request.getfixturevalue("remote_pool")
+        yield [pool.device("cpu", on=host.name) for host in pool.hosts]
+
+
 @pytest.fixture
-def device(remote_pool: sky.Compute) -> torch.device:
+def device(devices: list[torch.device]) -> torch.device:
     """The CPU of the first host."""
-    return remote_pool.device("cpu")
+    return devices[0]
 
 
 @pytest.fixture
-def other(remote_pool: sky.Compute) -> torch.device:
+def other(devices: list[torch.device]) -> torch.device:
     """The CPU of the second host."""
-    return remote_pool.device("cpu", on=remote_pool.hosts[1].name)
+    return devices[1]
 
 
 @pytest.fixture

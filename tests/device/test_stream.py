@@ -1,0 +1,597 @@
+"""What a device's stream sends and when, and which use of the device raises an error: without a host."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import pickle
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+from stage.spot import until
+
+import skyfab as sky
+from skyfab.device import stream as streams
+from skyfab.device.batches import Batch, observers
+from skyfab.device.storages import RemoteStorage, by_address
+from skyfab.device.stream import BATCH, DeviceFuture, DeviceStream
+from skyfab.errors import HostLost
+from skyfab.host.device import wire
+from skyfab.protocol import codec, messages
+
+OPERATION = 7
+"""The number of a plan: an operator that is executed, or skipped after an error."""
+FAILURE = {"error": {"op": "aten::add", "kind": "IndexError", "text": "too large", "inputs": ["float32[3]"], "at": 0}}
+
+
+class Node:
+    """A host that keeps what it is sent, and replies to the oldest batch when a test says so, or the program waits."""
+
+    name = "node1"
+
+    def __init__(self) -> None:
+        self.sent: list[list[Any]] = []
+        """The instructions of each batch."""
+        self.buffers: list[list[bytes]] = []
+        self.devices: list[str] = []
+        self.batches: list[Batch] = []
+        self.open: list[Batch] = []
+        self.waits = 0
+        self.is_gone = False
+
+    def send(self, payload: codec.Payload, batch: Batch) -> None:
+        if self.is_gone:
+            raise HostLost("no route", host=self.name)
+        device, instructions, *carried, last = pickle.loads(payload.data, buffers=payload.buffers)
+        assert last is None
+        self.devices.append(device)
+        self.sent.append([list(one) for one in instructions])
+        self.buffers.append([bytes(part[:8]) for part in carried])
+        self.batches.append(batch)
+        self.open.append(batch)
+
+    def reply(self, document: Any = None, *buffers: bytes) -> None:
+        data = b"" if document is None else json.dumps(document).encode()
+        parts = [memoryview(part) for part in (data, *buffers)]
+        self.open.pop(0).answered(messages.Result(parts=[len(part) for part in parts]), parts)
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        self.waits += 1
+        while not done() and self.open:
+            self.reply()
+
+    def addresses_for(self, other: object) -> Sequence[str]:
+        return []
+
+    def notice(self, text: str) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture
+def node() -> Node:
+    return Node()
+
+
+@pytest.fixture
+def stream(node: Node) -> DeviceStream:
+    return DeviceStream(3, "cuda:1", node)
+
+
+def emit(stream: DeviceStream, *operands: Any, recorded: bool = False) -> None:
+    """Emits an operation, as a kernel does: the line of the program is the caller's."""
+    stream.emit([OPERATION, *operands], recorded=recorded)
+
+
+def fail(stream: DeviceStream, node: Node) -> None:
+    """An operation that has failed on the host."""
+    emit(stream, "bad")
+    stream.flush()
+    node.reply(FAILURE)
+
+
+# ---- sending
+
+
+def test_instructions_are_sent_together_in_order(stream: DeviceStream, node: Node) -> None:
+    for number in range(BATCH - 1):
+        emit(stream, number)
+    assert node.sent == []
+    emit(stream, BATCH - 1)
+    assert node.sent == [[[OPERATION, number] for number in range(BATCH)]]
+    assert (node.devices, stream.index) == (["cuda:1"], 3), "its name on the host, and its number here"
+    assert stream.flush() is None
+    assert len(node.sent) == 1, "nothing is sent twice"
+
+
+def test_small_uploads_wait_for_more_and_large_ones_do_not(stream: DeviceStream, node: Node) -> None:
+    stream.upload([wire.UPLOAD, 5], memoryview(b"x" * 6000))
+    stream.upload([wire.UPLOAD, 6], memoryview(b"y" * 7))
+    assert node.sent == []
+    stream.upload([wire.UPLOAD, 8], memoryview(bytes((1 << 20) - 6007)))
+    assert node.sent == [], "a MiB in all"
+    stream.upload([wire.UPLOAD, 9], memoryview(b"z"))
+    assert node.sent == [[[wire.UPLOAD, 5, 0], [wire.UPLOAD, 6, 1], [wire.UPLOAD, 8, 2], [wire.UPLOAD, 9, 3]]]
+    assert node.buffers == [[b"x" * 8, b"y" * 7, bytes(8), b"z"]]
+    stream.upload([wire.UPLOAD, 10], memoryview(b"next"))
+    assert len(node.sent) == 1, "what was sent is no longer counted"
+    stream.flush()
+    assert (node.sent[1], node.buffers[1]) == ([[wire.UPLOAD, 10, 0]], [b"next"])
+
+
+def test_uploads_fill_a_batch_as_other_instructions_do(stream: DeviceStream, node: Node) -> None:
+    for number in range(BATCH):
+        stream.upload([wire.UPLOAD, number], memoryview(b""))
+    assert len(node.sent) == 1
+
+
+def test_a_program_that_is_32_batches_ahead_waits_for_one_reply(stream: DeviceStream, node: Node) -> None:
+    for number in range(32):
+        emit(stream, number)
+        stream.flush()
+    assert node.waits == 0
+    emit(stream, 32)
+    assert stream.try_flush()
+    assert len(node.sent) == 32, "what is flushed by itself waits for nothing"
+    stream.flush()
+    assert (node.waits, len(node.open)) == (1, 32)
+    node.reply()
+    emit(stream, 33)
+    stream.flush()
+    assert node.waits == 1
+
+
+def test_a_program_that_uploads_faster_than_the_network_waits(stream: DeviceStream, node: Node) -> None:
+    with mmap.mmap(-1, 128 << 20) as data:
+        for number in range(2):
+            stream.upload([wire.UPLOAD, number], memoryview(data))
+        stream.upload([wire.UPLOAD, 2], memoryview(b"."))
+        stream.flush()
+        assert node.waits == 0, "256 MiB may be under way"
+        emit(stream)
+        stream.flush()
+        assert (node.waits, len(node.open)) == (1, 3)
+        node.wait(lambda: False)
+        stream._uploads.clear()
+        node.batches.clear()
+
+
+def test_asking_sends_what_was_emitted_before_and_waits_for_the_reply(stream: DeviceStream, node: Node) -> None:
+    emit(stream, 1)
+    stream.upload([wire.UPLOAD, 5], memoryview(b"first"))
+    batch = stream.start([wire.STATE, 0], memoryview(b"second"), memoryview(b"third"))
+    assert node.sent == [[[OPERATION, 1], [wire.UPLOAD, 5, 0], [wire.STATE, 0, 1, 2]]]
+    assert node.buffers == [[b"first", b"second", b"third"]]
+    assert not batch.done
+    node.reply({"value": 4}, b"bytes")
+    assert stream.receive(batch) is batch
+    assert (batch.value(), [bytes(part) for part in batch.buffers]) == (4, [b"bytes"])
+    assert stream.ask([wire.SYNC]).done
+
+
+def test_what_nobody_waits_for_is_called_with_the_reply(stream: DeviceStream, node: Node) -> None:
+    found: list[Any] = []
+    stream.start([wire.SYNC], then=lambda batch, error: found.append((batch.value(), error)))
+    node.reply({"value": 1})
+    assert found == [(1, None)]
+    stream.start([wire.SYNC], then=lambda batch, error: found.append(error))
+    node.reply(FAILURE)
+    with pytest.raises(sky.DeviceError) as caught:
+        stream.check()
+    assert found[1] is caught.value
+    for _ in range(33):
+        stream.start([wire.SYNC], then=lambda batch, error: None)
+    assert node.waits == 1, "it may be 32 batches ahead, too"
+
+
+def test_a_connection_that_ends_while_the_program_waits(stream: DeviceStream, node: Node) -> None:
+    batch = stream.start([wire.SYNC])
+    node.open.clear()
+    with pytest.raises(HostLost, match="the connection has ended") as caught:
+        stream.receive(batch)
+    assert caught.value.host == "node1"
+
+
+def test_something_else_is_sent_after_what_was_emitted(stream: DeviceStream, node: Node) -> None:
+    seen: list[int] = []
+    emit(stream)
+    stream.send_between(lambda: seen.append(len(node.sent)))
+    assert seen == [1]
+
+
+def test_ids_are_freed_after_the_instructions_that_use_them(stream: DeviceStream, node: Node) -> None:
+    class Tensor:
+        pass
+
+    tensor = Tensor()
+    storage = RemoteStorage(tensor, stream.dead.append)
+    storage.address, storage.id, storage.views = id(storage), 40, {"a": (None, 40), "b": (None, 41)}
+    by_address[storage.address] = storage
+    stream.freed.append(50)
+    emit(stream, 40)
+    del tensor
+    assert stream.try_flush()
+    assert node.sent == [[[OPERATION, 40], [wire.FREE, 50, 40, 41]]]
+    assert storage.address not in by_address
+    assert not stream.try_flush(), "nothing is left"
+    stream.freed.append(51)
+    assert stream.try_flush()
+    assert node.sent[1] == [[wire.FREE, 51]]
+
+
+def test_a_thread_that_sends_is_not_disturbed(stream: DeviceStream, node: Node) -> None:
+    emit(stream)
+    with stream._lock:
+        other = threading.Thread(target=stream.try_flush)
+        other.start()
+        other.join()
+        assert node.sent == []
+    assert stream.try_flush()
+    assert len(node.sent) == 1
+
+
+def test_batches_are_sent_by_themselves(stream: DeviceStream, node: Node) -> None:
+    """And the thread that does so ends with the last device, and begins again with the next one."""
+    for number in range(2):
+        one = DeviceStream(number, "cpu", node)
+        streams.streams.append(one)
+        try:
+            streams.flusher.start()
+            emit(one, number)
+            until(lambda: [[OPERATION, number]] in node.sent)  # noqa: B023
+            (thread,) = (thread for thread in threading.enumerate() if thread.name == "skyfab-device")
+            assert thread.daemon, "a program that ends does not wait for it"
+            emit(one, "later")
+            until(lambda: not one.buffer)  # noqa: B023
+        finally:
+            one.close()
+            streams.streams.remove(one)
+        until(lambda: all(thread.name != "skyfab-device" for thread in threading.enumerate()))
+
+
+# ---- who is told
+
+
+class Observer:
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.waited_at: list[Any] = []
+
+    def sent(self, instructions: Sequence[Any], size: int) -> None:
+        self.bytes += size
+
+    def received(self, size: int) -> None:
+        pass
+
+    def waited(self, site: Any, seconds: float) -> None:
+        assert 0 <= seconds < 100
+        self.waited_at.append(site)
+
+
+@pytest.fixture
+def observer() -> Iterator[Observer]:
+    found = Observer()
+    observers.append(found)
+    yield found
+    observers.remove(found)
+
+
+def test_a_profile_knows_what_was_sent_and_where_the_program_waited(
+    stream: DeviceStream, node: Node, observer: Observer
+) -> None:
+    stream.upload([wire.UPLOAD, 1], memoryview(bytes(100_000)))
+    stream.flush()
+    assert 100_000 < observer.bytes < 101_000
+    assert observer.waited_at == []
+
+    def ask() -> None:
+        stream.receive(stream.start([wire.SYNC]))
+
+    ask()
+    assert len(observer.waited_at) == 1
+
+
+# ---- errors
+
+
+def test_an_error_names_the_operator_its_inputs_and_the_line(
+    stream: DeviceStream, node: Node, line: Callable[[], int]
+) -> None:
+    emit(stream, "good")
+    emit(stream, "bad")
+    at = line() - 1
+    emit(stream, "skipped")
+    stream.flush()
+    error = {"op": "aten::add", "kind": "IndexError", "text": "too large", "inputs": ["float32[3]", "2"], "at": 1}
+    node.reply({"error": error})
+    assert str(stream.earlier_error).startswith(f"node1: add(float32[3], 2) at {__file__}:{at} failed: IndexError: too")
+    with pytest.raises(sky.DeviceError, match="IndexError") as caught:
+        emit(stream)
+    assert caught.value.host == "node1"
+    assert stream.earlier_error is None
+    emit(stream)
+
+
+@pytest.mark.parametrize(
+    ("said", "shown"),
+    [
+        ("nonsense", "an operation failed; the host sent no reason"),
+        ({}, "an operation() failed: error: "),
+        ({"op": "aten::mm", "at": 5, "inputs": 4}, "mm() failed: error: "),
+        ({"op": "f", "at": -1}, "f() failed: error: "),
+        ({"op": "f", "text": "out of memory", "free": 2**29, "total": 2**31}, "memory (0.5 GiB free of 2.0)"),
+        ({"op": "f", "text": "out of memory", "free": 2**29}, "out of memory"),
+        ({"op": "f", "text": "out of memory", "free": "x", "total": 2**31}, "out of memory"),
+        ({"op": "f", "text": "other", "free": 2**29, "total": 2**31}, "f() failed: error: other"),
+    ],
+)
+def test_any_reason_is_a_message(stream: DeviceStream, node: Node, said: Any, shown: str) -> None:
+    emit(stream)
+    stream.flush()
+    node.reply({"error": said})
+    with pytest.raises(sky.DeviceError) as caught:
+        stream.check()
+    assert str(caught.value).endswith(shown)
+
+
+def test_a_channel_that_failed_is_not_used_again(stream: DeviceStream, node: Node) -> None:
+    for channel in (4, "x"):
+        emit(stream)
+        stream.flush()
+        node.reply({"error": {"op": "receive", "channel": channel}})
+        with pytest.raises(sky.DeviceError):
+            stream.check()
+    assert stream.broken == {4}
+
+
+def test_an_error_is_raised_once_by_the_next_use(stream: DeviceStream, node: Node) -> None:
+    fail(stream, node)
+    assert not stream.try_flush(), "nothing is sent by itself after an error"
+    with pytest.raises(sky.DeviceError):
+        emit(stream)
+    emit(stream, "after")
+    assert len(node.sent) == 1, "batches are collected again"
+    stream.flush()
+    assert node.sent[1][-1] == [OPERATION, "after"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda stream: stream.flush(),
+        lambda stream: stream.check(),
+        lambda stream: stream.ask([wire.SYNC]),
+        lambda stream: stream.upload([wire.UPLOAD, 1], memoryview(b"")),
+        lambda stream: stream.send_between(lambda: pytest.fail("it was sent")),
+    ],
+)
+def test_every_use_raises_it(stream: DeviceStream, node: Node, use: Callable[[DeviceStream], object]) -> None:
+    fail(stream, node)
+    with pytest.raises(sky.DeviceError, match="IndexError"):
+        use(stream)
+    stream.check()
+
+
+def test_the_host_learns_which_changes_did_not_happen(stream: DeviceStream, node: Node) -> None:
+    """Those of other threads, and those that autograd has recorded: in the batch that failed, later ones, and here."""
+
+    def other() -> None:
+        for _ in range(3):
+            emit(stream, "other")
+            stream.flush()
+
+    emit(stream, "executed", recorded=True)
+    emit(stream, "bad")
+    emit(stream, "mine")
+    emit(stream, "recorded 1", recorded=True)
+    stream.start([wire.SYNC])
+    thread = threading.Thread(target=other)
+    thread.start()
+    thread.join()
+    emit(stream, "recorded 2", recorded=True)
+    emit(stream, "mine too")
+    stream.emit([wire.VIEW, 9])
+    stream.upload([wire.UPLOAD, 1], memoryview(b"dropped"))
+    node.reply({"error": {**FAILURE["error"], "at": 1}})
+    node.reply()  # a later batch, which was not executed
+    with pytest.raises(sky.DeviceError):
+        stream.check()
+    stream.upload([wire.UPLOAD, 2], memoryview(b"kept"))
+    stream.flush()
+    view, resume, upload = node.sent[-1]
+    assert view == [wire.VIEW, 9], "the host knows the same ids"
+    assert resume[:1] == [wire.RESUME]
+    assert resume[1].startswith("add(float32[3])")
+    others = [[OPERATION, "other"]] * 3
+    assert resume[2] == [[OPERATION, "recorded 1"], *others, [OPERATION, "recorded 2"]]
+    assert (upload, node.buffers[-1]) == ([wire.UPLOAD, 2, 0], [b"kept"])
+
+
+def test_who_waits_for_a_skipped_instruction_has_the_error_that_was_raised(stream: DeviceStream, node: Node) -> None:
+    emit(stream, "bad")
+    stream.flush()
+    skipped, under_way = stream.start([wire.SYNC]), stream.start([wire.SYNC])
+    node.reply(FAILURE)
+    node.reply()
+    with pytest.raises(sky.DeviceError) as caught:
+        stream.check()
+    node.reply()
+    for batch in (skipped, under_way):
+        with pytest.raises(sky.DeviceError) as again:
+            batch.value()
+        assert again.value is caught.value
+
+
+def test_a_second_error_before_the_first_was_raised(stream: DeviceStream, node: Node) -> None:
+    for name in ("first", "second"):
+        stream.start([OPERATION, name])
+    first, second = node.batches
+    node.reply({"error": {"op": "first"}})
+    node.reply({"error": {"op": "second"}})
+    with pytest.raises(sky.DeviceError, match="first"):
+        stream.check()
+    stream.check()
+    assert "first" in str(first.error)
+    assert "second" in str(second.error)
+
+
+def test_replies_in_another_order(stream: DeviceStream, node: Node) -> None:
+    for number in range(2):
+        emit(stream, number)
+        stream.flush()
+    node.open.reverse()
+    node.reply(FAILURE)
+    node.reply()
+    with pytest.raises(sky.DeviceError):
+        stream.check()
+    for number in range(31):
+        emit(stream, number)
+        stream.flush()
+    assert node.waits == 0, "none of them is counted any longer"
+
+
+def test_an_error_that_a_future_has_raised_is_not_raised_again(stream: DeviceStream, node: Node) -> None:
+    futures = [DeviceFuture(stream) for _ in range(3)]
+    fail(stream, node)
+    futures[0].set_exception(ValueError("of the program"))
+    with pytest.raises(ValueError, match="program"):
+        futures[0].result(1)
+    error = stream.earlier_error
+    assert error is not None
+    futures[1].set_exception(error)
+    assert futures[1].exception(1) is error
+    with pytest.raises(sky.DeviceError):
+        futures[1].result(1)
+    assert stream.earlier_error is None
+    emit(stream)
+    futures[2].set_result(5)
+    assert futures[2].exception(1) is None
+    assert futures[2].result(1) == 5
+
+
+def test_what_is_executed_after_an_error_too_raises_none(stream: DeviceStream, node: Node) -> None:
+    fail(stream, node)
+    stream.emit_always([wire.FORGET])
+    with pytest.raises(sky.DeviceError):
+        stream.check()
+    stream.flush()
+    assert [wire.FORGET] in node.sent[-1]
+    stream.close()
+    stream.emit_always([wire.FORGET])
+    assert stream.buffer == [], "nobody would ever send it"
+
+
+# ---- the end
+
+
+def test_a_host_that_is_lost_while_sending(stream: DeviceStream, node: Node) -> None:
+    emit(stream)
+    node.is_gone = True
+    with pytest.raises(HostLost, match="no route"):
+        stream.flush()
+    for _ in range(2):
+        with pytest.raises(HostLost, match="no route"):
+            emit(stream)
+    assert stream.is_lost
+    assert not stream.try_flush()
+
+
+def test_a_host_that_is_lost_while_nothing_waits(stream: DeviceStream, node: Node) -> None:
+    assert not stream.is_lost
+    emit(stream)
+    node.is_gone = True
+    assert stream.try_flush()
+    with pytest.raises(HostLost, match="no route"):
+        stream.check()
+
+
+def test_a_worker_that_ended_names_the_first_and_the_last_line(
+    stream: DeviceStream, node: Node, line: Callable[[], int]
+) -> None:
+    first = line() + 1
+    emit(stream)
+    emit(stream)
+    emit(stream)
+    stream.flush()
+    node.open[0].answered(messages.Ended(why="died", text="killed by SIGKILL"), [])
+    assert str(stream.earlier_error).startswith(
+        f"node1: the worker of cuda:1 ended after it was sent {__file__}:{first} to {__file__}:{first + 2}; "
+        "its tensors are lost: killed by SIGKILL"
+    )
+    stream.end("later")
+    with pytest.raises(sky.WorkerDied, match="SIGKILL") as caught:
+        stream.check()
+    assert caught.value.hint is not None
+    assert "open the device again" in caught.value.hint
+
+
+def test_a_worker_that_ended_without_work(stream: DeviceStream) -> None:
+    stream.end("closed")
+    with pytest.raises(sky.WorkerDied, match="the worker of cuda:1 ended; its tensors are lost: closed"):
+        emit(stream)
+
+
+def test_a_host_that_is_lost_after_an_error(stream: DeviceStream, node: Node) -> None:
+    """The error comes first: it is why the program's values are wrong."""
+    emit(stream)
+    stream.flush()
+    emit(stream)
+    stream.flush()
+    node.reply(FAILURE)
+    node.open[0].failed(HostLost("cut"))
+    with pytest.raises(sky.DeviceError, match="IndexError"):
+        stream.check()
+
+
+def test_waiting_ends_when_the_device_is_lost(stream: DeviceStream, node: Node) -> None:
+    batch = stream.start([wire.SYNC])
+    stream.end("killed")
+    with pytest.raises(sky.WorkerDied, match="killed"):
+        stream.receive(batch)
+    assert not batch.done
+
+
+def test_a_closed_pool(stream: DeviceStream, node: Node) -> None:
+    emit(stream)
+    stream.close()
+    with pytest.raises(sky.UsageError, match="the pool of this device is closed"):
+        emit(stream)
+    assert node.sent == []
+    assert stream.is_lost
+
+
+def test_a_forked_process_does_not_use_the_device(stream: DeviceStream, node: Node) -> None:
+    streams.streams.append(stream)
+    emit(stream)
+    stream._lock.acquire()  # by another thread of the parent, for all that the child knows
+    try:
+        child = os.fork()
+        if not child:
+            status = 1
+            try:
+                thread = threading.Thread(target=stream.close)
+                thread.start()
+                thread.join(10)
+                with pytest.raises(sky.UsageError, match="a forked process"):
+                    stream.check()
+                streams.streams.append(DeviceStream(4, "cpu", node))  # one of its own
+                streams.flusher.start()
+                emit(streams.streams[-1], "of the child")
+                until(lambda: node.sent == [[[OPERATION, "of the child"]]], timeout=20)
+                status = 0 if not thread.is_alive() else 2
+            finally:
+                os._exit(status)
+        assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stream._lock.release()
+        streams.streams.remove(stream)
+    stream.flush()
+    assert len(node.sent) == 1, "the parent does"

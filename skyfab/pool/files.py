@@ -27,7 +27,7 @@ from skyfab.calls.results import unpack_result
 from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, SkyfabError, UsageError
 from skyfab.files.entries import FOLDER, LINK, MOST_ENTRIES, Entry, name, walk
 from skyfab.files.source import Source, and_above, expected
-from skyfab.files.target import Target
+from skyfab.files.target import Target, is_at
 from skyfab.files.transfer import Here, Ready, Report, Side, Transfer, check
 from skyfab.host.ask.files import serve
 from skyfab.pool.futures import refuse_to_block
@@ -141,7 +141,7 @@ class Files:
             try:
                 places[node.name] = check("send", source.ask("send", patterns).result())
                 if apart:
-                    source.list()
+                    source.list(os.fsencode(folder))
             finally:
                 if stopped.is_set():  # after Ctrl-C, nobody else closes it
                     source.close()
@@ -152,7 +152,7 @@ class Files:
 
             def place_of(entry: Entry) -> bytes:
                 nonlocal is_inner
-                is_inner &= not (lone := is_lone(entry))
+                is_inner &= not (lone := is_lone(entry, node.name))
                 return entry.path if lone else os.fsencode(node.name) + b"/" + entry.path
 
             with closing(sources[node.name]) as source:
@@ -167,7 +167,8 @@ class Files:
 
         try:
             self._on_each(look, nodes)
-            is_lone = _lone({name: source.paths for name, source in sources.items()}) if apart else lambda entry: True
+            listed = {name: source.paths for name, source in sources.items()}
+            is_lone = _lone(listed) if apart else lambda entry, host: True
             reports = self._on_each(fetch, nodes)
         finally:
             for source in sources.values():
@@ -240,16 +241,16 @@ class Remote:
         self._spec = replace(spec, pipelined=True, reported=False, plain=True, claims=claims)
         self.stopped = threading.Event()
         """Once it is set, requests fail."""
-        self.paths: list[bytes] = []
+        self.paths: dict[bytes, bool] = {}  # whether the file is as it is here
         """Of all entries, after `list`."""
         self._pages: deque[Any] = deque()
 
-    def list(self) -> None:
-        """Lists the source, once: the replies are given again to the transfer that asks for them."""
+    def list(self, folder: bytes) -> None:
+        """Lists the source, once, for a transfer into `folder`, to which the replies are given again."""
         pages: deque[Any] = deque()
         while not pages or (pages[-1][0] and len(self.paths) <= MOST_ENTRIES):  # the transfer refuses more
             pages.append(check("rows", self.ask("rows").result()))
-            self.paths += [Entry.parse(row).path for row in pages[-1][0]]
+            self.paths |= {entry.path: is_at(folder, entry) for entry in map(Entry.parse, pages[-1][0])}
         self._pages = pages
 
     def ask(self, request: str, *arguments: Any) -> Answer | Ready:
@@ -308,23 +309,28 @@ def _server() -> PackedFunction:
     return pack_function(as_function(serve))
 
 
-def _lone(paths: Mapping[str, Iterable[bytes]]) -> Callable[[Entry], bool]:
-    """Says of an entry whether it keeps its place: one host alone has it, or something in it. `paths` are by host."""
-    hosts: dict[bytes, set[str]] = {}
+def _lone(paths: Mapping[str, Mapping[bytes, bool]]) -> Callable[[Entry, str], bool]:
+    """Says of a host's entry whether it keeps its place: the host alone has it, or something in it.
+
+    So does a file that the others have as it is here: they were sent it, and this host has written it since. `paths`
+    are by host, each with whether it is so.
+    """
+    hosts: dict[bytes, list[str]] = {}
     for host, some in paths.items():
         for path in some:
-            hosts.setdefault(path, set()).add(host)
+            hosts.setdefault(path, []).append(host)
     names = {os.fsencode(host) for host in paths}
     lone: set[bytes] = set()
     for path, owners in hosts.items():
-        if len(owners) == 1 and path.split(b"/")[0] not in names:
+        hosts[path] = owners if len(owners) == 1 else [host for host in owners if not paths[host][path]]
+        if len(hosts[path]) == 1 and path.split(b"/")[0] not in names:
             lone.update(and_above(path))
 
-    def is_lone(entry: Entry) -> bool:
+    def is_lone(entry: Entry, host: str) -> bool:
         target = os.path.normpath(b"%s/../%s" % (entry.path, entry.link))
         if entry.kind == LINK and target in hosts and target not in lone:  # a link is beside its file
             return False
-        return entry.path in lone and (entry.kind == FOLDER or len(hosts[entry.path]) == 1)
+        return entry.path in lone and (entry.kind == FOLDER or hosts[entry.path] == [host])
 
     return is_lone
 

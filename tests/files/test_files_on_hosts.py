@@ -126,6 +126,21 @@ def test_from_several_hosts_what_one_alone_has_keeps_its_place(
     assert not (here / "none").exists()
 
 
+def test_a_file_that_was_sent_to_all_and_that_one_host_has_written_since_keeps_its_place(
+    here: Path, open_pool: Callable[..., sky.Compute]
+) -> None:
+    """As with a checkpoint that is sent to all hosts, from which they resume, and that rank 0 writes again."""
+    pool = open_pool("openssh", count=2)
+    (here / "ckpt").mkdir()
+    (here / "ckpt" / "last.pt").write_text("step 1")
+    pool.upload("ckpt")
+    sky.function(Path.write_text)(Path("ckpt/last.pt"), "step 2") >> pool
+    pool.download("ckpt/*")
+    assert (here / "ckpt" / "last.pt").read_text() == "step 2"
+    pool.upload("ckpt")
+    assert sky.function(read)("ckpt/last.pt") @ pool == ["step 2"] * 2
+
+
 def test_from_several_hosts_what_both_have_goes_into_folders_of_their_names(
     here: Path, open_pool: Callable[..., sky.Compute]
 ) -> None:

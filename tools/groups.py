@@ -23,6 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 LONG = (
+    "programs/test_others_programs.py",
     "test_pages.py",
     "env/test_environments.py",
     "test_examples.py",

@@ -1,0 +1,5 @@
+"""Counts of words."""
+
+from counts.table import Table
+
+__all__ = ["Table"]

@@ -40,6 +40,8 @@ class Source:
         self._held: tuple[int, int, tuple[int, int]] | None = None
         """The large file that is being sent: its number, a descriptor, and its size and time when it was opened."""
         self.paths: list[bytes] = []
+        self._large: dict[int, tuple[int, int]] = {}
+        """The size and time of each large file when it was listed."""
 
     def rows(self) -> tuple[list[Row], list[tuple[str, str]]]:
         """The next entries, and what was left out meanwhile. Empty: there are no more."""
@@ -47,6 +49,8 @@ class Source:
         for entry, path in self._found:
             if len(self.paths) >= MOST_ENTRIES:
                 raise OSError(errno.E2BIG, f"more than {MOST_ENTRIES} files and folders")
+            if entry.size > SMALL:
+                self._large[len(self.paths)] = (entry.size, entry.time)
             self.paths.append(path)
             rows.append(entry.row)
             if len(rows) == ROWS:
@@ -64,14 +68,24 @@ class Source:
             return ""
 
     def hold(self, number: int, size: int) -> str:
-        """Opens a large file, which `piece` reads even if another one gets its name meanwhile. Returns its `digest`."""
+        """Opens a large file, which `piece` reads even if another one gets its name meanwhile. Returns its `digest`.
+
+        Not if it has changed since it was listed: another file may have its name, of which only a part would be sent.
+        """
+        state = self.reopen(number)
+        if state != self._large.get(number, state):
+            self.close()
+        return self.digest_held(size)
+
+    def reopen(self, number: int) -> tuple[int, int]:
+        """Opens a large file as it is now, for `piece`. Returns its size, which is `GONE` without it, and its time."""
         self.close()
         try:
             fd = os.open(self.paths[number], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except (FileNotFoundError, PermissionError):
-            return ""
+            return GONE, 0
         self._held = (number, fd, _state(fd))
-        return self.digest_held(size)
+        return self._held[2]
 
     def digest_held(self, size: int) -> str:
         """As `digest`, of the file that is being sent."""
@@ -110,7 +124,7 @@ class Source:
 
     def piece(self, number: int, at: int, size: int) -> tuple[bool, bytes]:
         """A part of a large file, and whether that has been changed since it was opened for its first part."""
-        if at == 0:
+        if at == 0 and (self._held is None or self._held[0] != number):
             self.hold(number, 0)
         if self._held is None or self._held[0] != number:
             return True, b""

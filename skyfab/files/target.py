@@ -201,6 +201,11 @@ class Target:
                 draft.discard()
                 raise OSError(error.errno, error.strerror, self._shown(entry)) from None
 
+    def resize(self, number: int, size: int, time: int) -> None:
+        """A large file has changed since it was listed: `piece` gets it from its beginning. Raises ProtocolError."""
+        entry = self._file(number)
+        self._entries[number] = Entry.parse([text(entry.path), FILE, size, time, entry.mode, ""])
+
     def drafted(self, number: int) -> str:
         """The digest of what has been written of a large file."""
         draft = self._drafts[number]

@@ -32,6 +32,7 @@ _SHAPES: Final[Mapping[str, Any]] = {
     "digest": str,
     "hold": str,
     "digest_held": str,
+    "reopen": tuple[int, int],
     "drafted": str,
     "compare": list[tuple[int, str, int, str]],
     "begin": tuple[int, str],
@@ -225,7 +226,7 @@ class Transfer:
             if following is not None:
                 begun.append(self._target.ask("begin", following))
             self._advance(at)
-            if self._send_pieces(number, at) or self._send_pieces(number, 0):
+            if self._send_pieces(number, at) or (self._reopen(number) and self._send_pieces(number, 0)):
                 self.report.sent += 1
             else:
                 self._target.ask("discard", number).result()
@@ -238,6 +239,15 @@ class Transfer:
         if not 0 < size <= self._size(number):
             return 0
         return size if check("hold", self._source.ask("hold", number, size).result()) == digest else 0
+
+    def _reopen(self, number: int) -> bool:
+        """A large file has changed since it was listed or begun: it is sent as it is now, once. False if it is gone."""
+        size, time = check("reopen", self._source.ask("reopen", number).result())
+        if size == GONE:
+            return False
+        self._rows[number][2] = size
+        self._target.ask("resize", number, size, time).result()
+        return True
 
     def _send_pieces(self, number: int, at: int) -> bool:
         """Sends a large file, from `at` on. Returns False, without its last piece, if that would be a mixture.

@@ -341,7 +341,11 @@ class Worker:
                     raise
                 return state, "stopped" in str(error)
 
-        operation.right = lambda found: found == ("stopped", True)
+        # With its host away, its state is not known; its result is waited for.
+        operation.right = lambda found: (
+            found[1]
+            and (found[0] == "stopped" or (found[0] == "unreachable" and "cut" in self._model.excuses(operation)))
+        )
         operation.excused = _NEW_LOGIN
         self._now(operation, work)
 

@@ -217,7 +217,7 @@ def test_a_piece_that_is_too_long_is_refused(tiny: None) -> None:
 def test_a_file_that_has_become_shorter_is_tried_twice_and_left_out(tiny: None, short: int) -> None:
     pieces = [(False, bytes(10)), (False, bytes(5))]
     pieces[short] = (True, bytes(3))
-    source = Replies(rows=listed(Entry(b"a", FILE, 15)), piece=Queue(2 * pieces))
+    source = Replies(rows=listed(Entry(b"a", FILE, 15)), piece=Queue(2 * pieces), reopen=(15, 0))
     target = Replies(compare=[[0, MISSING, 0, ""]], begin=(0, ""))
     report = run(source, target)
     assert (report.sent, report.skipped) == (0, [("a", "removed, changed or not readable")])
@@ -230,7 +230,7 @@ def test_a_file_that_has_become_shorter_is_tried_twice_and_left_out(tiny: None, 
 def test_a_file_that_was_changed_is_compared_before_its_last_piece(tiny: None, changed: int, is_equal: bool) -> None:
     pieces = [(number == changed, bytes(size)) for number, size in enumerate((10, 5))]
     digests = Queue(["same" if is_equal else "other", "same"])
-    source = Replies(rows=listed(Entry(b"a", FILE, 15)), piece=Queue(2 * pieces), digest_held=digests)
+    source = Replies(rows=listed(Entry(b"a", FILE, 15)), piece=Queue(2 * pieces), digest_held=digests, reopen=(15, 0))
     target = Replies(compare=[[0, MISSING, 0, ""]], begin=(0, ""), drafted="same")
     assert run(source, target).sent == 1
     sent = [at for name, _, at, _ in (one for one in target.asked if one[0] == "piece")]

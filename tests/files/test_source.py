@@ -122,9 +122,11 @@ def test_pieces_are_of_the_file_that_was_opened_for_the_first_one(source: Source
     assert source.piece(0, 20, 5) == (True, b"")
     (top / "a").write_text("b" * 20)
     assert source.piece(0, 5, 5) == (True, b"bbbbb")
-    assert source.piece(0, 0, 5) == (False, b"bbbbb"), "it was opened again"
+    assert source.reopen(0)[0] == 20
+    assert source.piece(0, 0, 5) == (False, b"bbbbb")
     (top / "a").unlink()
     assert source.piece(0, 5, 5) == (False, b"bbbbb")
+    assert source.reopen(0) == (GONE, 0)
     assert source.piece(0, 0, 5) == (True, b"")
 
 

@@ -353,16 +353,38 @@ def test_a_log_that_grows_while_it_is_read_arrives(large: Path) -> None:
     assert report.skipped == []
 
 
-@pytest.mark.parametrize("change", [lambda file: os.truncate(file, PIECE), Path.unlink], ids=["shorter", "removed"])
-def test_a_file_that_becomes_shorter_or_vanishes_is_left_out(large: Path, change: Callable[[Path], None]) -> None:
-    entries = list(walk(os.fsencode(large.parent), b"", []))
-    change(large)
-    with contextlib.closing(Target(os.fsencode(large.parent.parent / "to"))) as target:
-        with contextlib.closing(Source(entries, [])) as source:
-            transfer = Transfer(Here(source), Here(target), lambda done, total: None)
-            transfer.run(lambda size: None)
-    assert transfer.report.skipped == [("large", "removed, changed or not readable")]
-    assert [path.name for path in (large.parent.parent / "to").iterdir()] == ["small"]
+def move_after(change: Callable[[], object], large: Path) -> tuple[Report, Path]:
+    """Moves what is changed once it has been listed."""
+    entries, to = list(walk(os.fsencode(large.parent), b"", [])), large.parent.parent / "to"
+    change()
+    with contextlib.closing(Target(os.fsencode(to))) as target, contextlib.closing(Source(entries, [])) as source:
+        transfer = Transfer(Here(source), Here(target), lambda done, total: None)
+        transfer.run(lambda size: None)
+    return transfer.report, to
+
+
+def test_a_file_that_vanishes_is_left_out(large: Path) -> None:
+    report, to = move_after(large.unlink, large)
+    assert report.skipped == [("large", "removed, changed or not readable")]
+    assert [path.name for path in to.iterdir()] == ["small"]
+
+
+@pytest.mark.parametrize("size", [0, 10, PIECE, LARGE - 1, LARGE, LARGE + 1, LARGE + 3 * PIECE])
+@pytest.mark.parametrize("is_another", [True, False], ids=["another file", "the same file"])
+def test_a_file_that_is_changed_after_it_was_listed_arrives_whole(large: Path, size: int, is_another: bool) -> None:
+    """Of a larger one that had its name by then, only a part arrived."""
+    content = os.urandom(size)
+
+    def change() -> None:
+        new = large.with_name("new") if is_another else large
+        new.write_bytes(content)
+        new.replace(large)
+
+    report, to = move_after(change, large)
+    assert (to / "large").read_bytes() == content
+    assert (to / "large").stat().st_mtime_ns == large.stat().st_mtime_ns
+    assert (report.sent, report.skipped) == (2, [])
+    assert sorted(path.name for path in to.iterdir()) == ["large", "small"]
 
 
 def test_a_resumed_file_is_the_one_that_was_compared(large: Path) -> None:
@@ -494,8 +516,9 @@ def test_a_transfer_whose_process_is_killed_says_so(why: str) -> None:
     with pytest.raises(HostUnfit, match="the process of the transfer was killed") as raised:
         answer.result()
     assert raised.value.hint == "run it again: it resumes where it stopped"
-    found = json.loads(serve("piece", 0, 0, b"").data)
-    assert found == {"errno": errno.ESTALE, "text": "the process of the transfer was killed"}
+    for request in (("piece", 0, 0, b""), ("fetched", [b"ckpt"])):
+        found = json.loads(serve(*request).data)
+        assert found == {"errno": errno.ESTALE, "text": "the process of the transfer was killed"}
 
 
 def test_folders_that_were_there_keep_their_modes(tmp_path: Path) -> None:

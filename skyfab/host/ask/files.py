@@ -29,7 +29,7 @@ _side: Source | Target | None = None
 def serve(request: str, *arguments: Any) -> Payload:
     """Carries out a request. Data of files, if any, is the last argument or part of the reply."""
     try:
-        if _side is None and request not in _REQUESTS:
+        if _side is None and request not in ("receive", "send"):
             raise OSError(errno.ESTALE, "the process of the transfer was killed")
         found = _REQUESTS[request](*arguments) if request in _REQUESTS else getattr(_side, request)(*arguments)
     except OSError as error:

@@ -9,9 +9,9 @@
         lab.hosts[0].run(["hostname"])     # without SSH
         lab.hosts[1].cut()                 # disconnect its network
 
-As root on Linux, the hosts are namespaces. Elsewhere they are sshd processes on high ports of 127.0.0.1, and
-`lab.limits` lists what cannot be tested with these. `Lab.start` has an argument for each kind of host: without Python,
-with two networks, behind forwarded ports … (docs/lab.md).
+On Linux, the hosts are namespaces: root's, or those of an ordinary user in a user namespace. Elsewhere they are sshd
+processes on high ports of 127.0.0.1, and `lab.limits` lists what cannot be tested with these. `Lab.start` has an
+argument for each kind of host: without Python, with two networks, behind forwarded ports … (docs/lab.md).
 """
 
 from __future__ import annotations

@@ -47,9 +47,10 @@ def set_shell(root: Path, name: str, shell: str) -> None:
     _write(root, "passwd", [[*f[:-1], shell] if f[0] == name else f for f in _entries(root, "passwd")])
 
 
-def unlock(root: Path, name: str) -> None:
-    """Allows login by key: without PAM, sshd refuses a user whose password field begins with `!`."""
-    _write(root, "shadow", [[f[0], "*", *f[2:]] if f[0] == name else f for f in _entries(root, "shadow")])
+def lock_passwords(root: Path) -> None:
+    """Makes a shadow without passwords. `!` would refuse keys too; and this machine's own may not be readable."""
+    (root / "etc/shadow").touch(0o600)
+    _write(root, "shadow", [[fields[0], "*", "20000", *[""] * 6] for fields in _entries(root, "passwd")])
 
 
 def hashed(password: str) -> str:

@@ -1,19 +1,20 @@
 # shellcheck shell=sh
 # Sets up a namespace host from inside its new namespaces, and becomes its sshd.
 #
-# Given by lab/host.py as arguments: the host's folder, its name, its addresses ("eth0=10.1.2.3 eth1=…"), the path of
-# sshd, and then the folders of this machine that it is lent. Its network interfaces exist.
+# Given by lab/host.py as arguments: the host's folder, the folders of this machine's root that it shares ("etc usr"),
+# its name, its addresses ("eth0=10.1.2.3 eth1=…"), the path of sshd, and then the folders of this machine that it is
+# lent. Its network interfaces exist.
 # Prints the pid of its first process when the host is complete. Errors go to stderr, which is a log.
 set -eu
 umask 022
-folder=$1 name=$2 addresses=$3 sshd=$4
-shift 4
+folder=$1 folders=$2 name=$3 addresses=$4 sshd=$5
+shift 5
 
 # our number on the machine: its /proc is still the one in sight
 read -r pid _ </proc/self/stat
 exec 3>&1 >&2
 
-echo "$name" >/proc/sys/kernel/hostname
+hostname "$name"
 ip link set lo up
 for pair in $addresses; do
     ip address add "${pair#*=}/24" dev "${pair%%=*}"
@@ -21,12 +22,27 @@ for pair in $addresses; do
 done
 
 cd "$folder"
-mount -t overlay -o lowerdir=/,upperdir=upper,workdir=work overlay root
+mount --bind upper root
+# As in root.py: an overlay in a user namespace has its notes in other attributes of files.
+read -r _ _ users </proc/self/uid_map
+[ "$users" = 4294967295 ] && notes= || notes=,userxattr
+# One for each folder, as a user namespace can have none of a folder in which something else is mounted.
+for shared in $folders; do
+    if [ -h "/$shared" ]; then
+        ln -sfn "$(readlink "/$shared")" "root/$shared"
+    elif [ -d "/$shared" ]; then
+        mkdir -p "upper/$shared" "work/$shared"
+        layers=lowerdir=/$shared,upperdir=upper/$shared,workdir=work/$shared
+        mount -t overlay -o "$layers$notes" overlay "root/$shared" ||
+            case $shared in boot | opt | srv | var) ;; *) exit 1 ;; esac
+    fi
+done
 cd root
 for lent; do
     mkdir -p ".$lent"
     mount --bind "$lent" ".$lent"
-    mount -o remount,bind,ro ".$lent"
+    # In a user namespace, a mount keeps the restrictions that it has outside.
+    mount -o remount,bind,ro ".$lent" || mount -o remount,bind,ro,nosuid,nodev ".$lent"
 done
 mount -t proc proc proc
 mount -t sysfs sysfs sys

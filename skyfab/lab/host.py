@@ -19,7 +19,7 @@ from skyfab.errors import Unreachable, UsageError
 from . import accounts, delay, relay, sshd
 from .network import GUEST, NAT_CABLE, Network, divert, divert_no_more, enter, ip, shape
 from .process import LabProcess, Process, listed, spawn
-from .root import PATH
+from .root import PATH, SHARED
 
 UNSHARE = ("unshare", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child")
 SCRIPT = read("lab/boot.sh")
@@ -170,7 +170,8 @@ class LabHost:
             with socket.create_server(("127.0.0.1", self.port), backlog=128) as listener:
                 self._start("nat", self.network.nat(self.number), relay.__file__, GUEST, "22", stdin=listener.fileno())
         pairs = " ".join(f"{interface}={address}" for interface, address in self.addresses.items())
-        words = ["sh", "-c", SCRIPT, "boot", str(self.folder), self.name, pairs, sshd.program(), *self.lent]
+        words = ["sh", "-c", SCRIPT, "boot", str(self.folder), " ".join(SHARED), self.name, pairs]
+        words += [sshd.program(), *self.lent]
         pid = self._spawn("parent", [*enter(self.network.space(self.number)), *UNSHARE, *words])
         with suppress(ProcessLookupError):  # it has exited already, which `wait` reports
             self.record("init", Process.of(int(pid)))

@@ -22,7 +22,7 @@ from skyfab._util.scripts import read
 from skyfab.errors import UsageError
 
 from . import codes as one_time
-from . import loopback, namespace, programs, root
+from . import loopback, namespace, programs, root, userns
 from . import sshd as server
 from .host import IDENTITY, LabHost
 from .loopback import LoopbackHost
@@ -151,6 +151,14 @@ class Lab:
     @classmethod
     def _build(cls, plan: Plan, kind: Kind, limits: Sequence[str]) -> Lab:
         """Writes the lab's files as soon as there is something to take down, then starts the hosts."""
+        if kind == "namespace" and os.geteuid() != 0:
+            place = plan.folder.parent
+            userns.hold(place)
+            userns.call(place, cls._build, plan, kind, limits)
+            userns.connect(place, cls.load(place).hosts)
+            lab = cls.load(place)
+            atomic.write(lab.inventory, _inventory(lab.hosts))
+            return lab
         hosts = [*(namespace.build(plan) if kind == "namespace" else loopback.build(plan))]
         lab = cls(folder=plan.folder.parent, kind=kind, hosts=hosts, password=plan.password, limits=[*limits])
         atomic.write(lab.inventory, _inventory(hosts))
@@ -168,6 +176,8 @@ class Lab:
         try:
             state = json.loads((place / STATE).read_text())
             hosts = [_host(state["kind"], fields) for fields in state["hosts"]]
+            if os.geteuid() != 0:
+                hosts = userns.outside(place, hosts)
             return cls(**state | {"folder": place, "hosts": hosts})
         except (FileNotFoundError, NotADirectoryError):
             raise UsageError(f"no lab is up in {place}", hint="skyfab lab.up") from None
@@ -218,7 +228,7 @@ def _choose(kind: str, folder: Path, *, special: bool) -> tuple[Kind, tuple[str,
         return "loopback", loopback.LIMITS
     obstacle = namespace.make_room(folder)
     if obstacle is None:
-        return "namespace", ()
+        return "namespace", userns.LIMITS if os.geteuid() != 0 else ()
     if kind == "namespace" or special:
         hint = None if special else 'Lab.start(kind="loopback")'
         raise UsageError(f"cannot create namespace hosts on this machine: {obstacle}", hint=hint)
@@ -257,6 +267,9 @@ def take_down(folder: Path | str) -> None:
 
 
 def _remove(place: Path) -> None:
+    if os.geteuid() != 0 and (place / userns.HOLDER).exists():
+        userns.end(place, _remove)
+        return
     if (place / STATE).exists():
         _end(Lab.load(place).hosts)
     namespace.give_back(place / "hosts")

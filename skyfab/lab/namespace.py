@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from skyfab._util.scripts import read
 
-from . import programs, root, sshd
+from . import programs, root, sshd, userns
 from .host import UNSHARE, LabHost
 from .network import INTERFACE, Network, free_ports, make_room_for_neighbours
 from .plan import Plan
@@ -27,13 +26,12 @@ def make_room(folder: Path) -> str | None:
     """
     if sys.platform != "linux":
         return f"network namespaces need Linux, not {sys.platform}"
-    if os.geteuid() != 0:
-        return "network namespaces require root"
-    if missing := programs.missing(programs.NETWORK):
+    user = os.geteuid() != 0
+    if missing := programs.missing(programs.NETWORK | (programs.USERS if user else {})):
         return f"packages are missing: {', '.join(missing)}"
-    obstacle = _try(folder)
-    if obstacle is None:
-        return None
+    obstacle = _try(folder, userns.ENTER if user else ())
+    if obstacle is None or user:
+        return obstacle
     memory = ["mount", "-t", "tmpfs", "-o", "mode=700", "skyfab-lab", str(folder)]
     if subprocess.run(memory, capture_output=True).returncode:
         return obstacle
@@ -46,13 +44,13 @@ def give_back(folder: Path) -> None:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-def _try(folder: Path) -> str | None:
+def _try(folder: Path, enter: Sequence[str] = ()) -> str | None:
     trial = folder / "trial"
     for name in ("upper", "work", "root"):
         (trial / name).mkdir(parents=True)
-    words = [*UNSHARE, "--net", "sh", "-c", TRIAL, "trial", str(trial)]
+    words = [*enter, *UNSHARE, "--net", "sh", "-c", TRIAL, "trial", str(trial)]
     tried = subprocess.run(words, capture_output=True, text=True)
-    shutil.rmtree(trial)
+    subprocess.run([*enter, "rm", "-r", str(trial)])
     return None if tried.returncode == 0 else tried.stderr.strip() or "namespaces are refused"
 
 

@@ -15,6 +15,8 @@ SERVER = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "open
 """Required by every lab: each program, and the Debian package that contains it."""
 NETWORK = {"ip": "iproute2", "mount": "mount"} | dict.fromkeys(("unshare", "nsenter", "pivot_root"), "util-linux")
 """Also required by namespace hosts."""
+USERS = {"newuidmap": "uidmap"}
+"""Also required by namespace hosts of an ordinary user."""
 CODES = {"pam_oath.so": "libpam-oath"}
 """Required by hosts with one-time codes: a module for PAM."""
 SYSTEMD = Path("/run/systemd/system")

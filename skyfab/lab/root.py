@@ -37,10 +37,12 @@ def prepare_common(plan: Plan) -> None:
     layer.chmod(0o755)
     for folder, mode in _hidden().items():
         _empty(layer, folder, mode)
+    for folder in PATH.split(":"):  # else root of a user namespace could neither add nor remove a program
+        _above(layer, str(Path(folder).resolve() / "program"))
     etc = layer / "etc"
-    for table in ("passwd", "group", "shadow"):
+    for table in ("passwd", "group"):
         shutil.copy2(f"/etc/{table}", etc / table)
-    accounts.unlock(layer, "root")
+    accounts.lock_passwords(layer)
     accounts.add(layer, "ada", shell="/bin/bash" if Path("/bin/bash").exists() else "/bin/sh")
     accounts.add(layer, "pat", password=plan.password)
     for user, shell in plan.shells.items():
@@ -128,7 +130,9 @@ def _empty(layer: Path, folder: str, mode: int) -> None:
     place = _above(layer, folder)
     place.mkdir()
     place.chmod(mode)
-    os.setxattr(place, "trusted.overlay.opaque", b"y")
+    users = Path("/proc/self/uid_map").read_text().split()[2]
+    kind = "trusted" if users == "4294967295" else "user"  # as in boot.sh: in a user namespace only the latter is seen
+    os.setxattr(place, f"{kind}.overlay.opaque", b"y")
 
 
 def _above(layer: Path, path: str) -> Path:

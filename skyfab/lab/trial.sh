@@ -6,7 +6,9 @@ set -eu
 cd "$1"
 ip link add trial0 type bridge
 ip link add trial1 type veth peer name trial2
-mount -t overlay -o lowerdir=/,upperdir=upper,workdir=work overlay root
-mount -t proc proc root/proc
-mount -t sysfs sysfs root/sys
-mount -t tmpfs tmpfs root/run
+read -r _ _ users </proc/self/uid_map
+[ "$users" = 4294967295 ] && notes= || notes=,userxattr
+mount -t overlay -o "lowerdir=/etc,upperdir=upper,workdir=work$notes" overlay root
+mount -t proc proc root
+mount -t sysfs sysfs root
+mount -t tmpfs tmpfs root

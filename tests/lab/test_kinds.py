@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from stage.labs import answers, greeting, ssh, start
+from stage.labs import answers, greeting, needs_taps, ssh, start
 from stage.spot import until
 
 import skyfab as sky
@@ -100,6 +100,7 @@ def test_calls_reach_hosts_behind_forwarded_ports(forwarded: Lab) -> None:
         assert [host.name for host in compute.hosts] == ["node1", "node2"]
 
 
+@needs_taps
 def test_a_host_behind_a_forwarded_port_can_be_delayed(forwarded: Lab) -> None:
     host = forwarded.hosts[0]
     assert greeting(host) < 0.5

@@ -14,6 +14,12 @@ from skyfab.errors import UsageError
 from skyfab.lab import Lab, LabHost, root
 from stage import stand_in
 
+IN_USER_NAMESPACE = Path("/proc/self/uid_map").exists() and (
+    Path("/proc/self/uid_map").read_text().split()[2] != "4294967295"
+)
+"""As the tests of an ordinary user are: root there is not root of this machine."""
+needs_taps = pytest.mark.skipif(not os.access("/dev/net/tun", os.W_OK), reason="a delay needs /dev/net/tun")
+
 
 def start(count: int = 1, **options: object) -> Lab:
     """A lab of namespace hosts; where there can be none, the test is skipped (in CI it fails)."""

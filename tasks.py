@@ -20,6 +20,7 @@ TEST_PROGRAMS = {
         for name in ("bash", "busybox", "curl", "dash", "faketime", "fish", "ksh", "mksh", "tcsh", "wget", "zsh")
     },
     **programs.CODES,
+    **programs.USERS,
     **{name: name for name in ("debootstrap", "iptables", "podman", "rsync", "runc", "tmux")},
     "ps": "procps",
     "shellcheck": "shellcheck",

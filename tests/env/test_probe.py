@@ -318,8 +318,10 @@ def bare(namespaces: Lab) -> Iterator[Path]:
         shutil.copy(file, root / file[1:])
     shutil.copy(busybox, root / "bin/busybox")
     host.run(["chroot", "/srv/bare", "/bin/busybox", "--install", "-s", "/bin"])
-    host.run(["mknod", "-m", "666", "/srv/bare/dev/null", "c", "1", "3"])
+    (root / "dev/null").touch()
+    host.run(["mount", "--bind", "/dev/null", "/srv/bare/dev/null"])
     yield root
+    host.run(["umount", "-l", "/srv/bare/dev/null"])
     host.run(["rm", "-rf", "/srv/bare"])
 
 

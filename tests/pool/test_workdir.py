@@ -425,14 +425,15 @@ def test_a_detached_script_leaves_its_files(folder: Path, remote: list[sky.Host]
 # ---- a file that is here
 
 
-def test_a_missing_file_that_is_here_is_named_with_what_to_do(folder: Path, remote: list[sky.Host]) -> None:
+def test_a_missing_file_that_is_here_is_named_with_what_to_do(folder: Path, remote: list[sky.Host], lab: Lab) -> None:
     write("sub/data.csv", "1")
     with sky.Compute(remote[:1], ui="none") as compute:
         with pytest.raises(FileNotFoundError) as caught:
             sky.function(read)("sub/data.csv") >> compute
         note = f"hint: {folder}/sub/data.csv exists on this machine, not on node1: Image(includes=['sub/data.csv'])"
         assert note in text_of(caught.value)
-        for elsewhere in ("nowhere.csv", str(folder / "sub/data.csv")):
+        absolute = [str(folder / "sub/data.csv")] if lab.kind == "namespace" else []  # loopback hosts do have it
+        for elsewhere in ("nowhere.csv", *absolute):
             with pytest.raises(FileNotFoundError) as caught:
                 sky.function(read)(elsewhere) >> compute
             assert "includes" not in text_of(caught.value)

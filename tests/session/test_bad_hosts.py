@@ -413,6 +413,7 @@ import runpy, sys
 major, minor = map(int, "VERSION".split("."))
 sys.version_info = (major, minor, 7, "final", 0)
 sys.version = "VERSION.7 (a stand-in)"
+sys.executable = sys.argv[0]
 sys.argv[:] = sys.argv[2:] if sys.argv[1] == "-S" else sys.argv[1:]
 if sys.argv[0] == "-c":
     code, sys.argv[1:2] = sys.argv[1], []

@@ -7,6 +7,7 @@ import random
 import shutil
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import model_calls as calls
 from model import BOUND, Kind, Model, Operation, Pool, Stop
 
 import skyfab as sky
+from skyfab._util.signals import SignalCame
 
 WEIGHTS = {
     "call": 20,
@@ -337,7 +339,7 @@ class Worker:
             try:
                 return state, run.result(BOUND)
             except sky.SkyfabError as error:
-                if isinstance(error, sky.HostError):
+                if isinstance(error, sky.HostError) or state == "failed":
                     raise
                 return state, "stopped" in str(error)
 
@@ -493,11 +495,20 @@ class Interrupted(Worker):
     def run(self) -> None:
         before = signal.signal(signal.SIGALRM, self._handle)
         timer = signal.setitimer(signal.ITIMER_REAL, 0.1)
+        hook = sys.unraisablehook
+
+        def drop(about: Any) -> None:
+            """Python drops what a handler raises while the garbage collector calls something."""
+            if not isinstance(about.exc_value, (Stop, SignalCame)):
+                hook(about)
+
+        sys.unraisablehook = drop
         try:
             with contextlib.suppress(Stop):  # where nothing ends
                 super().run()
         finally:
             self.is_running = False
+            sys.unraisablehook = hook
             signal.signal(signal.SIGALRM, signal.SIG_IGN)
             signal.setitimer(signal.ITIMER_REAL, 0)
             signal.signal(signal.SIGALRM, before)
@@ -517,7 +528,7 @@ class Interrupted(Worker):
         if self._gave_up:
             raise Stop
         kind = self._chance.choice(["raises", "returns", "returns", "calls"])
-        if not self._may_raise or kind == "returns" or _is_finalizing(frame):
+        if not self._may_raise or kind == "returns":
             return
         self._may_raise = False
         if kind == "raises":
@@ -557,13 +568,6 @@ def _can(pool: Pool, kind: str) -> bool:
     if kind in ON_MACHINES and not pool.machines:
         return False
     return pool.has_torch or kind not in WITH_TORCH
-
-
-def _is_finalizing(frame: FrameType | None) -> bool:
-    """Whether Python would drop an exception: the garbage collector has called something."""
-    while frame is not None and frame.f_code.co_name not in ("_remove", "remove", "__del__"):
-        frame = frame.f_back
-    return frame is not None
 
 
 def _seeded(chance: random.Random) -> Any:

@@ -130,7 +130,7 @@ def check(subject: model.Model, lab: Lab, *, seconds: float, workers: int) -> No
 
 def test_random_operations_from_several_threads_keep_every_promise(lab: Lab, tmp_path: Path, seed: int) -> None:
     with subject(lab, tmp_path, seed, has_torch=False) as made:
-        check(made, lab, seconds=6, workers=3)
+        check(made, lab, seconds=4, workers=3)
 
 
 @pytest.fixture

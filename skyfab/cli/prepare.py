@@ -40,9 +40,10 @@ def prepare(
 ) -> None:
     """Build an environment in advance, on all hosts in parallel.
 
-    Programs with the same Image(pip=…, pip_indexes=…, apt=…) find it ready. With --with, the packages of the project in
-    the current folder are included, as in skyfab run --with.
+    Without packages, builds that of the project in the current folder, as skyfab run does; --with adds to it. Programs
+    with the same Image(pip=…, pip_indexes=…, apt=…) find it ready.
 
+        skyfab prepare --hosts=gpu
         skyfab prepare --pip=numpy,torch
         skyfab prepare --hosts=gpu --requirements=requirements.txt --lock=pylock.toml
         skyfab prepare --pip=torch --index=https://download.pytorch.org/whl/cu126=torch
@@ -54,13 +55,11 @@ def prepare(
     options = ImageOptions(
         pip=pip, with_=with_, index=index, requirements=requirements, apt=apt, install=install, python=python
     )
-    image = options.image()
-    if lock is not None and not image.pip and not with_:
-        raise UsageError("--lock needs packages", hint="name some: --pip=numpy")
     found, chosen = selected(hosts, inventory, quiet=json_)
-    if with_:
-        script = Path.cwd() / "main.py"  # need not be there: its folder counts
-        image = image_of(script, options, ProjectSettings.of(script), chosen, no_project=False)
+    script = Path.cwd() / "main.py"  # need not be there: its folder counts
+    image = image_of(script, options, ProjectSettings.of(script), chosen, no_project=False)
+    if lock is not None and not image.pip:
+        raise UsageError("--lock needs packages", hint="name some: --pip=numpy")
     image = replace(image, excludes=("*",))  # no file of the caller's project is needed
     if upgrade:
         _look_for_newer(image, chosen, found)

@@ -96,19 +96,23 @@ def remember(run: Run, patterns: Sequence[str]) -> None:
     write(_note_of(run), json.dumps({"patterns": list(patterns), "to": str(Path.cwd())}))
 
 
-def fetch_remembered(run: Run) -> None:
-    """Fetches what `run --detach --get` has named, to the folder where that was typed. Prints an error."""
+def fetch_remembered(run: Run) -> bool:
+    """Fetches what `run --detach --get` has named, to the folder where that was typed. Prints an error.
+
+    Returns whether something was named.
+    """
     from skyfab.cli import report
 
     hosts = run.in_workdirs()
     if not hosts or not _note_of(run).exists():
-        return
+        return False
     noted = json.loads(_note_of(run).read_text())
     try:
         with _pool(run.inventory, hosts) as compute:
             _tell(compute.download(noted["patterns"], to=noted["to"]))
     except SkyfabError as error:
         print(f"not fetched: {report.text(error).removeprefix('error: ')}", file=sys.stderr)
+    return True
 
 
 def _note_of(run: Run) -> Path:

@@ -57,6 +57,7 @@ def _described(image: Image) -> str:
     names = [re.split(r"[^\w.-]", text.strip(), maxsplit=1)[0] for text in (*image.pip, *image.apt)]
     if not names:
         return image.lock or f"Python {image.python}"
+    names = [*dict.fromkeys(names)]
     return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 

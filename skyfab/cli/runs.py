@@ -189,11 +189,10 @@ def attach(
             missing = error
         state = found.state
         print(f"{clean(found.name, colour=False)}: {state}", file=sys.stderr)
-        for files in found.files():
-            print(clean_lines(str(files)), file=sys.stderr)
-        if missing is None:
-            fetch_remembered(found)
-        else:
+        if missing is not None or not fetch_remembered(found):
+            for files in found.files():
+                print(clean_lines(str(files)), file=sys.stderr)
+        if missing is not None:
             print(report.text(missing), file=sys.stderr)
         if state in ("failed", "lost"):
             found.result() if missing is None else found.raise_failure()

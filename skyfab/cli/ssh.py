@@ -76,8 +76,8 @@ def of_project(host: Host, command: str) -> InteractiveShell:
         programs = posixpath.dirname(sys.executable) if host.transport == "local" else ""
     else:
         programs = preparation.guess(host).rpartition("/")[0]
-        hint = HINTS.adapted(f"skyfab run --hosts={host.name} FILE.py")
-        otherwise = f"the environment of this project has not been built yet; the next run builds it: {hint}"
+        hint = HINTS.adapted(f"skyfab prepare --hosts={host.name}")
+        otherwise = f"the environment of this project has not been built yet; to build it: {hint}"
     return InteractiveShell(
         host=host,
         folder=Workdirs(settings.workdir).of(host).sent or "~",

@@ -90,7 +90,7 @@ def test_an_environment_that_is_not_there_yet_is_told_of(folder: Path) -> None:
     (folder / "requirements.txt").write_text("colorama\n")
     done = ssh(folder, "node3", "--", "true")
     assert done.returncode == 0
-    assert "has not been built yet; the next run builds it: skyfab run --hosts=node3 FILE.py\n" in done.stderr
+    assert "has not been built yet; to build it: skyfab prepare --hosts=node3\n" in done.stderr
 
 
 def test_this_machine(folder: Path) -> None:

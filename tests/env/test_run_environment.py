@@ -110,7 +110,7 @@ def test_exec_and_ssh_have_the_environment_and_the_modules_of_the_last_run(run: 
     not_yet = typed("exec", "node1", "--", "echo $WORD")
     assert (not_yet.stdout, not_yet.stderr) == ("node1 two words\n", "")
     not_found = typed("exec", "node1", "--", "tensorboard")
-    missing = "the environment of this project has not been built yet; the next run builds it: skyfab run"
+    missing = "the environment of this project has not been built yet; to build it: skyfab prepare --hosts=node1"
     assert missing in not_found.stderr
     ran = run("jobs/train.py")
     assert ran.returncode == 0, ran.stderr
@@ -226,15 +226,18 @@ def test_a_missing_module_names_the_option_that_adds_it(run: Run, app: Path, ind
     assert "environment: shelf, lamp, from pyproject.toml and --with\n" in ran.stderr
 
 
-def test_prepare_with_builds_what_run_with_uses(run: Run, app: Path, index: Index) -> None:
+def test_prepare_builds_what_run_uses(run: Run, app: Path, index: Index) -> None:
     index.add("lamp", "1.0")
-    pyproject(app, "shelf")
-    write(app / "train.py", "import lamp, shelf\n")
-    made = skyfab(app, "prepare", "--with=lamp", inventory=app.parent / "inventory.toml", timeout=170)
-    assert made.returncode == 0, made.stderr
+    pyproject(app, "shelf", "book")
+    write(app / "train.py", "import shelf\n")
+    for more in ((), ("--with=lamp,shelf",)):
+        made = skyfab(app, "prepare", *more, inventory=app.parent / "inventory.toml", timeout=170)
+        assert made.returncode == 0, made.stderr
+        assert f"environment: shelf, book{', lamp' if more else ''}, from pyproject.toml" in made.stderr
     index.close()
-    ran = run("--with=lamp", "train.py")
-    assert ran.returncode == 0, ran.stderr
+    for more in ((), ("--with=lamp,shelf",)):
+        ran = run(*more, "train.py")
+        assert ran.returncode == 0, ran.stderr
 
 
 def test_a_project_on_this_machine_uses_this_python(app: Path) -> None:

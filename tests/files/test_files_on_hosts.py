@@ -430,6 +430,7 @@ def test_what_a_detached_run_wrote_is_fetched_to_where_it_was_typed(
     elsewhere.mkdir()
     ended = skyfab(elsewhere, *words, done.stdout.strip(), inventory=listed)
     assert ended.returncode == 0, ended.stderr
+    assert "to fetch" not in ended.stderr
     assert (here / "ckpt.pt").read_text() == "x"
     assert not list(elsewhere.iterdir())
 

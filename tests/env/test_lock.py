@@ -487,6 +487,16 @@ def test_a_build_that_pip_is_shown_is_taken_where_it_suits(links: Path, driver: 
     assert chosen(lock_of("torch", target=replace(HOST, driver=driver))) == {"torch": version}
 
 
+def test_a_folder_that_pip_is_shown_comes_before_an_index(
+    links: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch_wheel(links, "2.12.0+cpu")
+    with Index(tmp_path / "extra") as extra:
+        torch_wheel(extra.folder, "2.13.0+cpu")
+        monkeypatch.setenv("PIP_EXTRA_INDEX_URL", extra.url)
+        assert chosen(lock_of("torch"))["torch"] == "2.12.0+cpu"
+
+
 def test_also_where_torch_only_comes_along(links: Path, index: Index) -> None:
     torch_wheel(links, "2.13.0+cpu")
     index.add("trainer", "1.0", requires=["torch>=2"])

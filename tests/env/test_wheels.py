@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import datetime
+import ipaddress
 import os
+import ssl
 import subprocess
 import sys
 import tracemalloc
@@ -109,7 +112,7 @@ def test_a_file_of_the_wrong_size_is_fetched_again(index: Index) -> None:
     assert len(index.requests) == 2
 
 
-@pytest.mark.parametrize("troubles", [[503], [500, 502], [-1], [-1, 503]])
+@pytest.mark.parametrize("troubles", [[503], [500, 502], [-1], [-1, 503], [408], [429]])
 def test_passing_troubles_are_tried_again(index: Index, troubles: list[int]) -> None:
     """Errors of the server, and answers that end early."""
     wheel = served(index)
@@ -123,7 +126,14 @@ def test_passing_troubles_are_tried_again(index: Index, troubles: list[int]) -> 
 
 @pytest.mark.parametrize(
     ("status", "tries", "said"),
-    [(503, 3, "503"), (404, 1, "404 Not Found.*hint: the index no longer has it"), (403, 1, "403.*hint: put user")],
+    [
+        (503, 3, "503"),
+        (404, 1, "404 Not Found.*hint: the index no longer has it"),
+        (410, 1, "410 Gone.*hint: the index no longer has it"),
+        (401, 1, "401.*hint: put user"),
+        (403, 1, "403.*hint: put user"),
+        (409, 1, "409 Conflict"),
+    ],
 )
 def test_lasting_troubles_are_not(index: Index, status: int, tries: int, said: str) -> None:
     wheel = served(index)
@@ -282,7 +292,75 @@ def test_a_proxy_is_asked(index: Index, monkeypatch: pytest.MonkeyPatch) -> None
     assert asked == [url]
 
 
+def certificate(folder: Path) -> Path:
+    """A certificate for 127.0.0.1, which nobody knows, and its key, in one file."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    key = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "index")])
+    made = (
+        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
+        .not_valid_before(datetime.datetime(2000, 1, 1))
+        .not_valid_after(datetime.datetime(9999, 12, 31))
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .sign(key, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    (folder / "cert.pem").write_bytes(made.public_bytes(pem) + plain)
+    return folder / "cert.pem"
+
+
+@pytest.mark.parametrize("asks", [False, True], ids=["", "for a certificate"])
+def test_certificates_are_checked_as_uv_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asks: bool) -> None:
+    file = certificate(tmp_path)
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH, cafile=str(file))
+    context.load_cert_chain(file)
+    context.verify_mode = ssl.CERT_REQUIRED if asks else ssl.CERT_NONE
+    with Index(tmp_path / "index", tls=context) as index:
+        wheel = served(index)
+        with pytest.raises(FetchError, match=r"(?i)certificate"):
+            fetch([wheel])
+        port = index.root.rpartition(":")[2]
+        if asks:
+            monkeypatch.setenv("SSL_CERT_FILE", str(file))
+            with pytest.raises(FetchError):
+                fetch([wheel])
+            monkeypatch.setenv("SSL_CLIENT_CERT", str(file))
+            fetch([wheel])
+            return
+        for name, value, is_trusted in (
+            ("SSL_CERT_FILE", str(file), True),
+            ("UV_INSECURE_HOST", "127.0.0.1", True),
+            ("UV_INSECURE_HOST", f"other, 127.0.0.1:{port}", True),
+            ("UV_INSECURE_HOST", "127.0.0.1:1", False),
+        ):
+            with monkeypatch.context() as patched:
+                patched.setenv(name, value)
+                other = served(index, f"app{len(kept())}")
+                if is_trusted:
+                    assert fetch([other])
+                else:
+                    with pytest.raises(FetchError):
+                        fetch([other])
+
+
 # ---- tags
+
+
+def test_markers_are_those_of_the_target() -> None:
+    target = Target(system="Linux", arch="aarch64", libc="glibc 2.36", python="3.11")
+    for marker, is_true in (
+        ("", True),
+        ("sys_platform == 'linux' and platform_machine == 'aarch64'", True),
+        ("python_version < '3.11'", False),
+        ("platform_system == 'Darwin'", False),
+        ("'gpu' in extras", False),
+    ):
+        assert wheels.applies(marker, target) is is_true, marker
 
 
 @pytest.mark.parametrize(
@@ -290,21 +368,37 @@ def test_a_proxy_is_asked(index: Index, monkeypatch: pytest.MonkeyPatch) -> None
     [
         (
             Target(system="Linux", arch="x86_64", libc="glibc 2.28", python="3.11"),
-            ["cp311-cp311-manylinux_2_28_x86_64", "cp311-cp311-manylinux2014_x86_64", "cp311-cp311-manylinux1_x86_64",
-             "cp311-cp311-linux_x86_64", "cp311-abi3-manylinux_2_17_x86_64", "cp38-abi3-manylinux_2_17_x86_64",
+            ["cp311-cp311-manylinux_2_28_x86_64", "cp311-cp311-manylinux_2_17_x86_64",
+             "cp311-cp311-manylinux2014_x86_64", "cp311-cp311-manylinux_2_12_x86_64",
+             "cp311-cp311-manylinux2010_x86_64", "cp311-cp311-manylinux_2_11_x86_64",
+             "cp311-cp311-manylinux_2_5_x86_64", "cp311-cp311-manylinux1_x86_64", "cp311-cp311-linux_x86_64",
+             "cp311-abi3-manylinux_2_17_x86_64", "cp38-abi3-manylinux_2_17_x86_64",
              "py3-none-manylinux_2_17_x86_64", "py3-none-any"],
             ["cp311-cp311-manylinux_2_29_x86_64", "cp312-cp312-manylinux_2_28_x86_64",
-             "cp311-cp311-musllinux_1_1_x86_64"],
+             "cp311-cp311-musllinux_1_1_x86_64", "cp311-cp311-manylinux_2_4_x86_64"],
+        ),
+        (
+            Target(system="Linux", arch="aarch64", libc="glibc 2.31", python="3.11"),
+            ["cp311-cp311-manylinux_2_31_aarch64", "cp311-cp311-manylinux_2_17_aarch64",
+             "cp311-cp311-manylinux2014_aarch64", "cp311-cp311-linux_aarch64"],
+            ["cp311-cp311-manylinux_2_16_aarch64", "cp311-cp311-manylinux_2_32_aarch64"],
+        ),
+        (
+            Target(system="Linux", arch="x86_64", libc="", python="3.11"),
+            ["cp311-cp311-linux_x86_64", "py3-none-any"],
+            ["cp311-cp311-manylinux_2_17_x86_64", "cp311-cp311-musllinux_1_1_x86_64"],
         ),
         (
             Target(system="Linux", arch="aarch64", libc="musl 1.2.4", python="3.13"),
-            ["cp313-cp313-musllinux_1_2_aarch64", "cp313-cp313-musllinux_1_1_aarch64", "py3-none-any"],
+            ["cp313-cp313-musllinux_1_2_aarch64", "cp313-cp313-musllinux_1_1_aarch64",
+             "cp313-cp313-musllinux_1_0_aarch64", "py3-none-any"],
             ["cp313-cp313-manylinux_2_17_aarch64", "cp313-cp313-musllinux_1_3_aarch64"],
         ),
         (
             Target(system="Darwin", arch="arm64", libc="", python="3.11"),
-            ["cp311-cp311-macosx_12_0_arm64", "cp311-cp311-macosx_11_0_arm64", "cp311-cp311-macosx_11_0_universal2"],
-            ["cp311-cp311-macosx_11_0_x86_64", "cp311-cp311-macosx_99_0_arm64"],
+            ["cp311-cp311-macosx_13_0_arm64", "cp311-cp311-macosx_12_0_arm64", "cp311-cp311-macosx_11_0_arm64",
+             "cp311-cp311-macosx_11_0_universal2"],
+            ["cp311-cp311-macosx_11_0_x86_64", "cp311-cp311-macosx_14_0_arm64"],
         ),
     ],
 )  # fmt: skip

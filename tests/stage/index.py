@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import ssl
 import tarfile
 import threading
 import zipfile
@@ -116,7 +117,15 @@ class Index:
     Any file of the folder can be had under /files/. What `fail` says is answered first.
     """
 
-    def __init__(self, folder: Path, *, address: str = "127.0.0.1", user: str = "", password: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        address: str = "127.0.0.1",
+        user: str = "",
+        password: str = "",
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         self.folder = folder
         self.requests: list[str] = []
         """The paths asked for, each time they were asked for."""
@@ -129,6 +138,9 @@ class Index:
         self._login = base64.b64encode(f"{user}:{password}".encode()).decode() if user else ""
         self._userinfo = f"{quote(user, safe='')}:{quote(password, safe='')}@" if user else ""
         self._server = _Server((address, 0), _Handler)
+        self._scheme = "https" if tls else "http"
+        if tls:
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True)
         self._server.index = self
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
@@ -151,7 +163,7 @@ class Index:
     def root(self) -> str:
         """Its address without credentials."""
         host, port = self._server.server_address[:2]
-        return f"http://{host!s}:{port}"
+        return f"{self._scheme}://{host!s}:{port}"
 
     @property
     def url(self) -> str:

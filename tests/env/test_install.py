@@ -1,0 +1,379 @@
+"""How an environment is built on a host: what is sent to it, what it downloads itself, and what its errors mean.
+
+The host is replaced by a shell that notes the scripts; tests/env/test_environments.py has real ones.
+"""
+
+from __future__ import annotations
+
+import io
+import shlex
+import tarfile
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage.index import Index, make_wheel, sha256
+
+from skyfab._util.scripts import read
+from skyfab.calls.image import Image
+from skyfab.env import install
+from skyfab.env.facts import Facts, Program, Target
+from skyfab.env.install import Installation, Package, enter, missing, push, unfit
+from skyfab.env.lock import Lock
+from skyfab.env.wheels import Wheel
+from skyfab.errors import HostUnfit
+from skyfab.session.shell import ScriptFailed
+
+pytestmark = pytest.mark.usefixtures("world")
+
+TARGET = Target(system="Linux", arch="x86_64", libc="glibc 2.36", python="3.11")
+PYTHONS = "https://github.com/astral-sh/python-build-standalone"
+SCRIPTS = {read(f"env/{name}.sh"): name for name in ("missing", "push", "unpack_python", "apt", "build", "probe")}
+
+
+class Host:
+    """A shell on a host that has some packages and reaches some indexes."""
+
+    def __init__(self) -> None:
+        self.ran: list[tuple[str, dict[str, str], list[str]]] = []
+        """Name, variables and arguments of each script."""
+        self.packages: dict[str, bytes] = {}
+        self.modes: dict[str, int] = {}
+        self.reaches: set[str] = set()
+        self.fails: dict[str, list[ScriptFailed | None]] = {}
+        self.went: list[tuple[str, str]] = []
+
+    def run(self, script: str, *, feed: Iterable[bytes] = ()) -> str:
+        name = next((name for text, name in SCRIPTS.items() if script.endswith(text)), script)
+        head, _, rest = script.partition("\nset --")
+        values = dict(word.partition("=")[::2] for word in shlex.split(head)) if name != script else {}
+        arguments = shlex.split(rest.partition("\n")[0])
+        self.ran.append((name, values, arguments))
+        failures = self.fails.get(name, [])
+        if failures and (failed := failures.pop(0)) is not None:
+            raise failed
+        if name == "missing":
+            return "\n".join(place for place in values["packages"].split("\n") if place not in self.packages)
+        if name == "push":
+            content = b"".join(feed)
+            assert len(content) % tarfile.RECORDSIZE == 0, "tar would wait for the rest"
+            assert content.endswith(bytes(2 * tarfile.BLOCKSIZE))
+            with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+                for entry in archive:
+                    file = archive.extractfile(entry)
+                    assert file is not None
+                    self.packages[entry.name], self.modes[entry.name] = file.read(), entry.mode
+        if name == "probe":
+            return "".join(f"index {index}\n" for index in arguments if index in self.reaches)
+        return "first line\n/c/pythons/x/bin/python3\n" if name == "unpack_python" else ""
+
+    def go(self, python: str, *, provided: str = "true") -> str:
+        self.went.append((python, provided))
+        return "absent"
+
+    def values(self, name: str) -> list[dict[str, str]]:
+        return [values for script, values, _ in self.ran if script == name]
+
+    def names(self) -> list[str]:
+        return [name for name, _, _ in self.ran]
+
+
+class Report:
+    def __init__(self) -> None:
+        self.steps: list[str] = []
+        self.notes: list[str] = []
+        self.moves: list[tuple[str, int, int]] = []
+
+    def step(self, text: str) -> None:
+        self.steps.append(text)
+
+    def moved(self, what: str, done: int, total: int) -> None:
+        self.moves.append((what, done, total))
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def report() -> Report:
+    return Report()
+
+
+@pytest.fixture
+def wheels(index: Index, tmp_path: Path) -> list[Wheel]:
+    """One of an index, and one of a folder of this machine."""
+    made = [index.add("app", "1.0"), make_wheel(tmp_path / "folder", "own", "2.0")]
+    urls = [f"{index.root}/files/{made[0].name}", made[1].as_uri()]
+    return [
+        Wheel(
+            package=path.name.partition("-")[0],
+            version=path.name.split("-")[1],
+            filename=path.name,
+            url=url,
+            sha256=sha256(path),
+            size=path.stat().st_size,
+        )
+        for path, url in zip(made, urls, strict=True)
+    ]
+
+
+Build = Callable[..., None]
+
+
+@pytest.fixture
+def build(host: Host, report: Report, wheels: list[Wheel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
+    """Builds on a host with uv and Python, unless options say otherwise."""
+    uv, python = tmp_path / "uv", tmp_path / "python.tar.gz"
+    uv.write_bytes(b"program")
+    python.write_bytes(b"archive")
+    monkeypatch.setattr(install, "uv_for", lambda target: uv)
+    monkeypatch.setattr(install, "python_for", lambda target: python)
+
+    def build(**options: Any) -> None:
+        facts = {"uv": Program(path="/bin/uv", version="0.8.1"), **options.pop("facts", {})}
+        about: dict[str, Any] = {"image": Image(pip=("app", "own")), "python": "/bin/python3", **options}
+        lock = Lock(text="", wheels=tuple(about.pop("wheels", wheels)), digest="lock")
+        Installation(
+            shell=host,  # type: ignore[arg-type]
+            session="s1",
+            report=report,
+            facts=Facts(**facts),
+            target=TARGET,
+            lock=lock,
+            **about,
+        ).build("digest")
+
+    return build
+
+
+def test_a_host_without_a_route_is_sent_everything(
+    host: Host, report: Report, build: Build, wheels: list[Wheel]
+) -> None:
+    build()
+    assert host.names() == ["probe", "missing", "push", "build"]
+    lock, *rest = host.packages
+    assert lock.endswith("/pylock.toml")
+    assert rest == [f"{wheel.sha256}/{wheel.filename}" for wheel in wheels]
+    assert all(f"../{wheel.sha256}/{wheel.filename}" in host.packages[lock].decode() for wheel in wheels)
+    (values,) = host.values("build")
+    assert values == {
+        "digest": "digest",
+        "session": "s1",
+        "uv": "/bin/uv",
+        "python": "/bin/python3",
+        "lock": lock,
+        "offline": "1",
+    }
+    assert set(host.modes.values()) == {0o600}
+    assert report.steps == ["installing"] and report.notes == []
+    size = sum(len(content) for content in host.packages.values())
+    assert ("pushing", size, size) in report.moves
+    assert {what for what, _, _ in report.moves} == {"fetching", "pushing"}
+
+
+def test_what_is_there_is_not_sent_again(host: Host, build: Build) -> None:
+    build()
+    host.ran.clear()
+    build()
+    assert host.names() == ["probe", "missing", "build"]
+    host.packages.pop(next(place for place in host.packages if place.endswith("own-2.0-py3-none-any.whl")))
+    host.ran.clear()
+    before = set(host.packages)
+    build()
+    assert host.names() == ["probe", "missing", "push", "build"]
+    assert {place.partition("/")[2] for place in set(host.packages) - before} == {"own-2.0-py3-none-any.whl"}
+
+
+def test_a_host_downloads_what_it_reaches(host: Host, build: Build, wheels: list[Wheel], index: Index) -> None:
+    host.reaches = {f"{index.root}/"}
+    build()
+    lock, *rest = host.packages
+    assert [place.partition("/")[2] for place in rest] == [wheels[1].filename], "the other one is only on this machine"
+    assert f'url = "{wheels[0].url}"' in host.packages[lock].decode()
+    assert host.values("build")[0]["offline"] == ""
+    assert host.ran[0][2] == [f"{index.root}/", PYTHONS]
+
+
+@pytest.mark.parametrize(("install_by", "sent"), [("push", 2), ("fetch", 1), ("auto", 2)])
+def test_an_image_may_say_who_downloads(host: Host, build: Build, install_by: str, sent: int) -> None:
+    build(image=Image(pip=("app", "own"), install=install_by))  # type: ignore[arg-type]
+    assert len(host.packages) == 1 + sent
+    assert ("probe" in host.names()) == (install_by != "push")
+
+
+def test_the_probe_uses_an_interpreter_of_the_host(host: Host, build: Build) -> None:
+    build(facts={"pythons": (Program(path="/bin/python3.9", version="3.9.2"),)})
+    build()
+    assert [values["w"] for values in host.values("probe")] == ["/bin/python3.9", ""]
+
+
+@pytest.mark.parametrize("version", ["", "0.7.9", "0.8.0", "1.0"])
+def test_a_uv_that_is_too_old_is_not_used(host: Host, build: Build, version: str) -> None:
+    build(facts={"uv": Program(path="/bin/uv", version=version) if version else None})
+    sent = [place for place in host.packages if place.endswith("/uv")]
+    assert host.values("build")[0]["uv"] == ("/bin/uv" if version in ("0.8.0", "1.0") else sent[0])
+    assert len(sent) == (version in ("", "0.7.9"))
+    assert [host.modes[place] for place in sent] == [0o700 for _ in sent]
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_a_host_without_python_is_given_one_or_downloads_it(
+    host: Host, report: Report, build: Build, reaches: bool
+) -> None:
+    host.reaches = {PYTHONS} if reaches else set()
+    build(python=None)
+    sent = [place for place in host.packages if place.endswith("/python.tar.gz")]
+    (values,) = host.values("build")
+    assert values["offline"] == ("" if reaches else "1")
+    if reaches:
+        assert (values["python"], sent) == ("3.11", [])
+        assert report.steps == ["installing"]
+    else:
+        assert values["python"] == "/c/pythons/x/bin/python3"
+        assert host.values("unpack_python") == [{"digest": sent[0].partition("/")[0], "archive": sent[0]}]
+        assert report.steps == ["fetching Python 3.11", "installing"]
+
+
+def test_what_was_built_here_is_said(
+    host: Host, report: Report, build: Build, wheels: list[Wheel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(install, "is_built", lambda wheel: wheel.package == "own")
+    build()
+    assert report.notes == ["built from source on this machine: own 2.0"]
+
+
+def test_a_disk_without_room_is_an_error_before_anything_is_sent(host: Host, build: Build, wheels: list[Wheel]) -> None:
+    build(facts={"free": 0})  # unknown
+    size = sum(len(content) for content in host.packages.values())
+    host.packages.clear()
+    build(facts={"free": size})
+    host.packages.clear()
+    with pytest.raises(HostUnfit, match=r"the packages need .*, but its disk has .* free") as raised:
+        build(facts={"free": size - 1})
+    assert raised.value.hint is not None and raised.value.hint.startswith("free some space on it (skyfab gc)")
+    assert host.packages == {}
+
+
+# ---- wheels that are not those of the lock
+
+
+def mismatch(package: str) -> ScriptFailed:
+    return ScriptFailed(1, f"error: Hash mismatch for `{package}`\n")
+
+
+def test_damaged_wheels_are_sent_again_and_leave_uvs_cache(host: Host, build: Build, wheels: list[Wheel]) -> None:
+    host.fails["build"] = [mismatch("app")]
+    build()
+    names = host.names()
+    assert names[:4] == ["probe", "missing", "push", "build"]
+    assert names[4] == f'cd "$c/packages" && rm -rf {wheels[0].sha256} {wheels[1].sha256}'
+    assert names[5:] == ["missing", "build"]
+    assert [arguments for name, _, arguments in host.ran if name == "build"] == [[], ["app"]]
+
+
+def test_wheels_that_the_host_has_downloaded_only_leave_uvs_cache(
+    host: Host, build: Build, wheels: list[Wheel], index: Index
+) -> None:
+    host.reaches = {f"{index.root}/"}
+    host.fails["build"] = [mismatch("app"), mismatch("app")]
+    with pytest.raises(ScriptFailed):
+        build(wheels=wheels[:1])
+    assert host.names() == ["probe", "missing", "push", "build", "build"]
+
+
+def test_other_failures_are_not_tried_again(host: Host, build: Build) -> None:
+    host.fails["build"] = [ScriptFailed(2, "error: no")]
+    with pytest.raises(ScriptFailed):
+        build()
+    assert host.names().count("build") == 1
+
+
+# ---- Debian packages
+
+
+def test_debian_packages_come_before_the_environment(host: Host, report: Report, build: Build) -> None:
+    build(image=Image(pip=("app", "own"), apt=("git", "g++")))
+    assert host.names()[-2:] == ["apt", "build"]
+    assert host.ran[-2][2] == ["git", "g++"]
+    assert report.steps == ["installing apt packages", "installing"]
+
+
+@pytest.mark.parametrize(
+    ("status", "why"), [(3, "the host has no apt-get"), (4, "its user is not allowed to install packages")]
+)
+def test_debian_packages_that_cannot_be_installed(host: Host, build: Build, status: int, why: str) -> None:
+    host.fails["apt"] = [ScriptFailed(status, "git g++\n"), ScriptFailed(1, "broken")]
+    with pytest.raises(HostUnfit) as raised:
+        build(image=Image(apt=("git", "g++", "vim")))
+    assert raised.value.message == f"missing apt packages: git, g++ ({why})"
+    assert raised.value.hint == "ask an administrator: sudo apt-get install git g++"
+    with pytest.raises(ScriptFailed):
+        build(image=Image(apt=("git",)))
+
+
+# ---- packages
+
+
+def test_an_archive_has_the_content_and_reports_progress(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "large").write_bytes(b"x" * 3_000_000)
+    packages = [
+        Package.of_text("empty", ""),
+        Package.of_file(tmp_path / "large", program=True),
+        Package.of_text("block", "y" * 512),
+    ]
+    moves: list[tuple[int, int]] = []
+    push(host, packages, session="s1", progress=lambda *move: moves.append(move))  # type: ignore[arg-type]
+    assert host.packages == {packages[0].place: b"", packages[1].place: b"x" * 3_000_000, packages[2].place: b"y" * 512}
+    assert moves[-1] == (3_000_512, 3_000_512) and len(moves) == 5
+    assert missing(host, packages) == []  # type: ignore[arg-type]
+    del host.packages[packages[1].place]
+    assert missing(host, packages) == [packages[1]]  # type: ignore[arg-type]
+
+
+def test_a_file_that_becomes_shorter_while_it_is_sent(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"x" * 10)
+    package = Package.of_file(tmp_path / "file")
+    (tmp_path / "file").write_bytes(b"x" * 9)
+    with pytest.raises(OSError, match="file was truncated while it was read"):
+        push(host, [package], session="s1", progress=lambda done, total: None)  # type: ignore[arg-type]
+
+
+def test_a_package_is_named_by_its_content(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("abc")
+    package = Package.of_file(tmp_path / "file")
+    assert package.place == f"{sha256(tmp_path / 'file')}/file"
+    assert Package.of_file(tmp_path / "file", sha256="known").place == "known/file"
+    assert (package.size, package.program) == (3, False)
+    wheel = Wheel(package="a", version="1", filename="a.whl", url="https://x/a.whl", sha256="s")
+    assert (Package.of_wheel(wheel).size, Package.of_wheel(wheel).place) == (0, "s/a.whl")
+
+
+def test_an_environment_is_entered_if_it_is_there(host: Host) -> None:
+    assert enter(host, "digest") == "absent"  # type: ignore[arg-type]
+    ((python, provided),) = host.went
+    assert python == '"$c"/envs/digest/bin/python'
+    assert provided == 'test -x "$c"/envs/digest/bin/python && true >"$c"/envs/digest/.used'
+
+
+@pytest.mark.parametrize(
+    ("output", "text", "hint"),
+    [
+        ("", "a script exited with 7", None),
+        ("error: No space left on device", "No space left on device", "free some space"),
+        ("cp: Disk quota exceeded", "cp: Disk quota exceeded", "free some space"),
+        ("mkdir: Permission denied", "mkdir: Permission denied", "choose a writable folder"),
+        ("mkdir: Read-only file system", "mkdir: Read-only file system", "choose a writable folder"),
+        ("error: hash mismatch for app", "hash mismatch for app", "the file in the index has changed"),
+        ("odd https://me:secret@x.example/y", "odd https://***@x.example/y", None),
+    ],
+)
+def test_a_script_that_fails_is_an_error_of_its_host(output: str, text: str, hint: str | None) -> None:
+    error = unfit(ScriptFailed(7, output), "node1")
+    assert (error.host, error.message) == ("node1", f"cannot build its environment: {text}")
+    assert error.hint is None if hint is None else str(error.hint).startswith(hint)

@@ -17,7 +17,7 @@ from stage.threads import at_once
 import skyfab as sky
 from skyfab.cli.gc import gc
 from skyfab.env.gc import Swept, question, sweep_here
-from skyfab.errors import HostUnfit, PoolError
+from skyfab.errors import HostUnfit, PoolError, UsageError
 from skyfab.host.ask import gc as host_gc
 from skyfab.lab import Lab
 from skyfab.session.ask import Asker, Reply
@@ -506,6 +506,46 @@ def test_here_goes_what_was_not_read_lately(tmp_path: Path, monkeypatch: pytest.
     assert left == kept - {own / "locks" / ".new-1"}
     assert (outside / "file").exists() and not (own / "tools" / "link").is_symlink()
     assert str(sweep_here(30)) == "nothing to remove"
+
+
+# ---- what is said
+
+
+def report(**changes: object) -> dict[str, object]:
+    """What a host says of its cache."""
+    return {"removed": {}, "folders": [], "left": "", "kept_uv": False, **changes}
+
+
+def asked(said: object, **options: bool) -> Swept:
+    return question(30, **options).parse(sky.Host(name="node1"), iter([Reply(said, b"")]))
+
+
+def test_what_was_removed_is_said() -> None:
+    removed = {"envs": [2, 5000], "files": [1, 3000], "locks": [0, 0], "unknown": [9, 9], "blobs": [1, -50]}
+    swept = asked(report(removed=removed, folders=[["x" * 200, 3000]]))
+    said = f"2 environments, 1 working folder, 1 file: 8.0 kB ({'x' * 100} 3.0 kB)"
+    assert str(swept) == f"removed {said}"
+    assert str(asked(report(removed=removed, folders=[["x" * 200, 3000]]), dry_run=True)) == f"would remove {said}"
+    assert str(asked(report())) == "nothing to remove"
+    assert str(Swept(size=2000)) == "removed unused files of uv: 2.0 kB"
+    kept = "removed 1 environment: 1.0 kB; uv's cache still has the files, which environments share"
+    assert str(asked(report(removed={"envs": [1, 1000]}, kept_uv=True))) == kept
+    assert (question(7).arguments, question(7, dry_run=True).arguments) == (
+        {"days": 7, "dry_run": False},
+        {"days": 7, "dry_run": True},
+    )
+
+
+def test_what_could_not_be_removed_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    said = report(removed={"envs": [1, 1000]}, left="x" * 300 + "/c: Permission denied" + "y" * 379)
+    left = "removed 1 environment: 1.0 kB; cannot remove some of its cache: /c: Permission denied" + "y" * 379
+    with pytest.raises(HostUnfit) as raised:
+        asked(said)
+    assert (raised.value.message, raised.value.host, raised.value.hint) == (left, "node1", "remove it as its owner")
+    monkeypatch.setattr("skyfab.env.gc.gc_here", lambda cache, **options: said)
+    with pytest.raises(UsageError) as here:
+        sweep_here(30)
+    assert here.value.message == left
 
 
 # ---- several hosts

@@ -29,6 +29,7 @@ from skyfab.errors import UsageError
 
 HOST = Target(system="Linux", arch="x86_64", libc="glibc 2.36", python="3.11")
 PASSWORD = "s3cr%t/wörd"
+TAG = "-py3-none-any.whl"
 
 
 @pytest.fixture(autouse=True)
@@ -738,6 +739,15 @@ def test_a_lock_that_is_none(tmp_path: Path, text: str, said: str) -> None:
         read_lock(tmp_path / "pylock.toml", HOST)
     with pytest.raises(LockError, match="cannot read"):
         read_lock(tmp_path / "nowhere.toml", HOST)
+
+
+def test_files_that_are_not_wheels_are_passed_over(tmp_path: Path) -> None:
+    files = [
+        f'{{ url = "https://a.example/x-1.0{end}", hashes = {{ sha256 = "{"0" * 64}" }} }}' for end in (".egg", TAG)
+    ]
+    lock = f'[[packages]]\nname = "x"\nversion = "1.0"\nwheels = [{", ".join(files)}]\n'
+    (tmp_path / "pylock.toml").write_text(lock)
+    assert [wheel.filename for wheel in read_lock(tmp_path / "pylock.toml", HOST).wheels] == [f"x-1.0{TAG}"]
 
 
 # ---- what a host may download by itself

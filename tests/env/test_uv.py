@@ -78,6 +78,17 @@ def test_hints_of_uv_are_kept_only_if_they_say_what_is_there() -> None:
         "last",
     ]
     assert uv.reason("hint: no\n\n  more of it\nerror: yes") == "yes"
+    assert uv.reason("  × first\n  second") == "first\nsecond"
+
+
+def test_a_uv_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> str:
+        raise FileNotFoundError("/bin/uv")
+
+    monkeypatch.setattr("uv.find_uv_bin", missing)
+    with pytest.raises(UsageError, match="cannot find uv: /bin/uv") as raised:
+        uv.program()
+    assert raised.value.hint == "pip install --force-reinstall uv"
 
 
 # ---- indexes and credentials

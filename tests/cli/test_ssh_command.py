@@ -110,7 +110,8 @@ def test_the_folder_and_environment_of_a_run(
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].endswith("/elsewhere")
-    assert lines[1].startswith(f"{lines[2]}/")
+    if lab.kind == "namespace":  # on loopback, files of whoever runs the tests may change PATH
+        assert lines[1].startswith(f"{lines[2]}/")
     done = ssh(folder, "node2", "--run=other")
     assert (done.returncode, "no run 'other' on these hosts" in done.stderr) == (2, True)
 

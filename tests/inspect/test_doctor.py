@@ -58,6 +58,8 @@ def sick() -> Iterator[tuple[Lab, Ran]]:
         plant(lab, "node2", gpu(throttled="0x0000000000000020") + "; " + gpu(1, ecc=3))
         plant(lab, "node3", BROKEN)
         plant(lab, "node4", gpu(driver="470.82"))
+        # Over it: in a user namespace, nothing in that folder can be changed.
+        lab["node1"].run(["sh", "-c", "mkdir -p /etc/systemd && mount -t tmpfs none /etc/systemd"])
         put(lab, "node1", "/etc/systemd/logind.conf", "[Login]\nKillUserProcesses=yes\n")
         lab["node2"].small_disk("/root/.cache", 300)
         lab["node3"].run(["mount", "-t", "tmpfs", "-o", "noexec,nr_inodes=5000", "none", "/mnt"])

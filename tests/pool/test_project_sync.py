@@ -269,11 +269,15 @@ def test_a_node_that_has_everything_is_taken_back_without_more(sync: ProjectSync
 def test_what_cannot_be_read_ahead_is_an_error_of_the_first_call(
     sync: ProjectSync, project: FakeProject, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    read: list[str] = []
+
     def unreadable(**_: object) -> FakeTree:
+        read.append("tried")
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(project, "tree", unreadable)
     sync.read_ahead()
+    assert read == ["tried"]
     sync.open([])
     with pytest.raises(PermissionError):
         sync.digest(lambda digest: None)

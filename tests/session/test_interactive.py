@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from skyfab.errors import ProtocolError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.session.ask import Question
 from skyfab.session.interactive import InteractiveShell
 
 
@@ -64,5 +67,36 @@ def test_a_host_gets_it_all_in_one_word(tmp_path: Path) -> None:
     assert plain[-1].startswith("exec /bin/sh -c '")
     assert "rm -rf" not in plain[-1]
     assert ("-t" in typed, "-t" in plain) == (True, False)
-    with_variables = InteractiveShell(host=host, folder="", variables={"TOKEN": "hunter2"})
-    assert "hunter2" not in repr(with_variables)
+
+
+@pytest.mark.parametrize("reply", ["ssh-0123abc", "ssh-../x", "x"])
+def test_values_of_variables_are_in_no_command_line(reply: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host is asked to write them to a file, and must reply with the name of one."""
+    asked: list[Any] = []
+
+    class Asking:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def __enter__(self) -> Asking:
+            return self
+
+        def __exit__(self, *_: object) -> None:
+            pass
+
+        def ask_one(self, question: Question[str], host: Host) -> str:
+            asked.append((question.name, question.arguments, host.name))
+            return reply
+
+    monkeypatch.setattr("skyfab.session.interactive.Asker", Asking)
+    host = Host(name="node1", address="10.0.0.1")
+    shell = InteractiveShell(host=host, folder="", variables={"TOKEN": "hunter2"})
+    assert "hunter2" not in repr(shell)
+    if reply == "ssh-0123abc":
+        argv = shell.argv(Inventory(hosts={"node1": host}), terminal=False)
+        assert reply in argv[-1]
+        assert not any("hunter2" in word for word in argv)
+    else:
+        with pytest.raises(ProtocolError, match="invalid reply to variables"):
+            shell.argv(Inventory(hosts={"node1": host}), terminal=False)
+    assert asked == [("command.variables", {"values": {"TOKEN": "hunter2"}}, "node1")]

@@ -289,5 +289,7 @@ def test_an_interpreter_in_place_of_the_shell(wire: Wire, shell: Shell, deadline
     deadline.deadline = float("inf")
     wire.says("=mark=link\n")
     assert shell.go("'/usr/bin/python3'", provided="test -x /usr/bin/python3") == "link"
-    assert "if test -x /usr/bin/python3; then p='/usr/bin/python3'; go; fi" in wire.heard()
+    size, _, script = wire.heard().partition("\n")
+    assert int(size) == len(script)
+    assert "if test -x /usr/bin/python3; then p='/usr/bin/python3'; go; fi" in script
     assert time.monotonic() < deadline.deadline <= time.monotonic() + START

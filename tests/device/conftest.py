@@ -12,6 +12,7 @@ import pickle
 import queue
 import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
@@ -46,6 +47,7 @@ def remote_pool(request: pytest.FixtureRequest) -> Iterator[sky.Compute]:
 def _work(connection: Connection) -> None:
     """The worker of a device, in a process that was forked for it."""
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # they would be errors of operators, as they are of tests
     while (batch := connection.recv()) is not None:
         device, instructions, *carried = batch
         reply = entry.execute(device, instructions, *(memoryview(bytearray(part)) for part in carried))

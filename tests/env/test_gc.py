@@ -163,6 +163,7 @@ def test_working_folders_go_when_nothing_in_them_was_used_and_are_named(cache: C
     cache(
         FILL
         + "".join(f"mkdir -p files/{name}/deep; head -c 3000000 /dev/zero >files/{name}/deep/x; " for name in names)
+        + "touch files/.copied-old-0a1b2c3d files/.copied-young-0a1b2c3d; "
         + "age '40 days ago' files; touch -d '1 day ago' files/young-0a1b2c3d/deep/x; "
         + f'mkdir -p "run/$(uname -n)/{NEW_RUN}"; echo used-0a1b2c3d >"run/$(uname -n)/{NEW_RUN}/files"'
     )
@@ -170,7 +171,12 @@ def test_working_folders_go_when_nothing_in_them_was_used_and_are_named(cache: C
     assert swept.counts["files"] == 1
     assert "1 working folder" in str(swept)
     assert "(old-0a1b2c3d 3.1 MB)" in str(swept) or "(old-0a1b2c3d 3.0 MB)" in str(swept)
-    assert cache('ls -A "$c/files"') == [".hidden", "used-0a1b2c3d", "young-0a1b2c3d"]
+    assert cache('ls -A "$c/files"') == [
+        ".copied-young-0a1b2c3d",
+        ".hidden",
+        "used-0a1b2c3d",
+        "young-0a1b2c3d",
+    ]
 
 
 def test_half_made_things_go_after_a_day(cache: Cache) -> None:

@@ -468,7 +468,8 @@ def test_files_of_runs_at_once_are_fetched_from_the_folder_of_each(here: Path, l
     for name, id_ in ids.items():
         ran("get", "ckpt/last.pt", "ckpt/*.log", f"--run={name}", f"--to={name}")
         assert (here / name / "ckpt" / "last.pt").read_text() == name
-        assert (here / name / "ckpt" / f"{name}.log").exists()
+        logs = [path.name for path in (here / name / "ckpt").glob("*.log")]
+        assert logs == [f"{name}.log"], "what was copied with the folder is not the run's own"
         said = ran("get", f"--run={id_}", code=2).stderr
         assert f"error: run {id_} (running) lists no files that it wrote on other machines\n" in said
     ran("stop", "--all", "--yes", "--hosts=node1")

@@ -27,8 +27,6 @@ _MOST: Final = 20_000
 _SECONDS: Final = 0.5
 """Limits for the scan of a working folder, files and seconds: it may contain any number of files."""
 _NAMES: Final = 3
-_COPIED: Final = "copied"
-"""The file in a pool's run folder that is as old as its own copy of a working folder."""
 _FICLONE: Final = 0x40049409
 """Of Linux: the blocks of a file become those of another one."""
 
@@ -97,10 +95,28 @@ def _copy(origin: str, folder: str) -> None:
                     for name in (*names, *folders):
                         with contextlib.suppress(FileNotFoundError):  # the other run has just removed it
                             _copy_file(os.path.join(path, name), os.path.join(inner, name))
+                with open(_mark(folder), "w"):
+                    pass
                 os.rename(draft, folder)
                 os.unlink(lock.name)
-    with contextlib.suppress(FileExistsError), open(os.path.join("..", _COPIED), "x"):
-        pass
+
+
+def _mark(folder: str) -> str:
+    """The file beside a copy that is as old as the copy."""
+    return os.path.join(os.path.dirname(folder), f".copied-{os.path.basename(folder)}")
+
+
+def copied_at(folder: str) -> float:
+    """When a working folder was made as a copy; 0 if it was not."""
+    try:
+        return os.stat(_mark(folder)).st_mtime
+    except OSError:
+        return 0.0
+
+
+def is_written(about: os.stat_result, since: float) -> bool:
+    """Whether a file was written since then, and not copied at the last moment."""
+    return about.st_ctime > since or (about.st_ctime == since and about.st_mtime >= since)
 
 
 def _copy_file(source: str, target: str) -> None:
@@ -224,9 +240,7 @@ class Written:
         found = []
         fetched = _fetched()
         for workdir, (path, since, included) in self._folders.items():
-            with contextlib.suppress(OSError):
-                since = max(since, os.stat(_COPIED).st_mtime)
-            files, complete = _changed(path, since, included, fetched)
+            files, complete = _changed(path, max(since, copied_at(path)), included, fetched)
             if files:
                 files.sort(key=lambda file: -file[2])
                 found.append(
@@ -307,9 +321,7 @@ def _changed(
             about = os.lstat(path)
         except OSError:
             continue
-        if not stat.S_ISREG(about.st_mode) or about.st_ctime < since or "__pycache__" in inner:
-            continue
-        if about.st_ctime == since and about.st_mtime < since:  # copied at the last moment
+        if not stat.S_ISREG(about.st_mode) or not is_written(about, since) or "__pycache__" in inner:
             continue
         if about.st_ctime <= fetched.get(path, 0.0):
             continue

@@ -11,10 +11,10 @@ import os
 import zlib
 
 from skyfab.context import own_folder
-from skyfab.files.entries import is_inner, words
+from skyfab.files.entries import FILE, is_inner, words
 from skyfab.files.source import Source, matching
 from skyfab.files.target import Target
-from skyfab.host.agent.workdir import note_fetched
+from skyfab.host.agent.workdir import copied_at, is_written, note_fetched
 from skyfab.protocol.codec import Payload
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
@@ -61,11 +61,27 @@ def _receive(to: bytes, name: bytes, is_file: bool, keep_newer: bool) -> tuple[s
 
 
 def _send(patterns: Sequence[bytes]) -> str:
-    """Opens the source of a download: files and folders, or patterns; relative to the working folder."""
+    """Opens the source of a download: files and folders, or patterns; relative to the working folder.
+
+    In a copy of a working folder, what was copied with it is left out, except for a file that is named: another run may
+    have newer ones.
+    """
     global _side
     skipped: list[Any] = []
-    _side = Source(matching(patterns, skipped), skipped)
-    return os.fsdecode(os.getcwdb())
+    folder = os.getcwd()
+    found, since = matching(patterns, skipped), copied_at(folder)
+    if since:
+        named = {os.path.normpath(pattern) for pattern in patterns}
+        found = (pair for pair in found if pair[0].kind is not FILE or pair[0].path in named or _is_own(pair[1], since))
+    _side = Source(found, skipped)
+    return folder
+
+
+def _is_own(path: bytes, since: float) -> bool:
+    try:
+        return path.startswith(b"/") or is_written(os.lstat(path), since)
+    except FileNotFoundError:  # just now: reported when it is read
+        return True
 
 
 def _fetched(patterns: Sequence[bytes]) -> None:

@@ -71,6 +71,7 @@ class _Cleaning:
             self._sweep(kind, kind, _DIGEST, self._no_pool_has)
         self._sweep("runs", "runs", _DIGEST, _run_is_over)
         self._report["folders"] = self._sweep("files", "files", r"[^.].*", self._no_pool_has_folder)
+        self._sweep("", "files", r"\.copied-.*", _has_no_copy)
         self._sweep("logs", "logs", _POOL, self._no_pool_writes)
         for folder in ("envs", "packages", "pythons", "bundles", "trees", "blobs", "runs", "files", "logs", own):
             self._sweep("drafts", folder, _DRAFT, age=_DAY)
@@ -257,6 +258,11 @@ class _InUse:
 
     def has(self, path: str, names: set[str]) -> bool:
         return self.is_unknown or os.path.basename(path) in names
+
+
+def _has_no_copy(mark: str, age: float) -> bool:
+    """Whether the copy of a working folder that this file belongs to is gone (host/agent/workdir.py)."""
+    return not os.path.isdir(mark.replace("/.copied-", "/"))
 
 
 def _agent_is_gone(folder: str, age: float) -> bool:

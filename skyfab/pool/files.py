@@ -167,8 +167,7 @@ class Files:
 
         try:
             self._on_each(look, nodes)
-            listed = {name: source.paths for name, source in sources.items()}
-            is_lone = _lone(listed) if apart else lambda entry, host: True
+            is_lone = _lone(sources) if apart else lambda entry, host: True
             reports = self._on_each(fetch, nodes)
         finally:
             for source in sources.values():
@@ -309,20 +308,19 @@ def _server() -> PackedFunction:
     return pack_function(as_function(serve))
 
 
-def _lone(paths: Mapping[str, Mapping[bytes, bool]]) -> Callable[[Entry, str], bool]:
+def _lone(sources: Mapping[str, Remote]) -> Callable[[Entry, str], bool]:
     """Says of a host's entry whether it keeps its place: the host alone has it, or something in it.
 
-    So does a file that the others have as it is here: they were sent it, and this host has written it since. `paths`
-    are by host, each with whether it is so.
+    So does a file that the others have as it is here: they were sent it, and this host has written it since.
     """
     hosts: dict[bytes, list[str]] = {}
-    for host, some in paths.items():
-        for path in some:
+    for host, source in sources.items():
+        for path in source.paths:
             hosts.setdefault(path, []).append(host)
-    names = {os.fsencode(host) for host in paths}
+    names = {os.fsencode(host) for host in sources}
     lone: set[bytes] = set()
     for path, owners in hosts.items():
-        hosts[path] = owners if len(owners) == 1 else [host for host in owners if not paths[host][path]]
+        hosts[path] = owners if len(owners) == 1 else [host for host in owners if not sources[host].paths[path]]
         if len(hosts[path]) == 1 and path.split(b"/")[0] not in names:
             lone.update(and_above(path))
 

@@ -210,7 +210,7 @@ def _include_of(word: str) -> _Include:
     if by_name:
         spec = find_spec(word) if word.isidentifier() else None
         if spec is None or spec.origin is None:
-            raise UsageError(f"Image(includes=…) names {word!r}, which is neither a file nor a module here")
+            raise UsageError(f"Image(includes=…) names {word!r}, which is neither a file nor a module on this machine")
         path = Path(spec.origin)
         path = path.parent if path.name == "__init__.py" else path
     path, here = Path(os.path.abspath(path)), Path(os.path.abspath("."))

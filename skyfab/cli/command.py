@@ -92,7 +92,7 @@ Where = Annotated[
 Workdir = Annotated[
     str, Option("the working folder on the hosts: a path, temp (a temporary folder), or auto", "FOLDER")
 ]
-Detach = Annotated[bool, Option("start it and return")]
+Detach = Annotated[bool, Option("start a detached run and return")]
 
 
 class Exit(Exception):

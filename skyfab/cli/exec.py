@@ -26,14 +26,14 @@ def exec_(
     hosts: Hosts = None,
     inventory: InventoryFile = None,
     workdir: Workdir = "auto",
-    no_env: Annotated[bool, Option("without this project's environment, modules, setup lines and variables")] = False,
+    no_env: Annotated[bool, Option("do not use the project's environment, modules, setup lines and variables")] = False,
 ) -> int:
     """Run a shell command on every host.
 
     Runs it with /bin/sh in the working folder, where run and put keep the files of the current folder; on this machine,
-    in the current folder. Has the environment, modules, setup lines and variables of this project, as skyfab ssh has
-    them. As with ssh, the words after -- are joined with spaces: quote what the remote shell should see. Exits with 1
-    if the command fails on a host.
+    in the current folder. Uses this project's environment, modules, setup lines and variables, as skyfab ssh does. As
+    with ssh, the words after -- are joined with spaces: quote what the remote shell should see. Exits with 1 if the
+    command fails on a host.
 
         skyfab exec -- uptime
         skyfab exec node1 node2 -- ls -l ckpt

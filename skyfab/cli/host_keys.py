@@ -116,7 +116,7 @@ def _is_known(entry: Entry, *, replace: bool) -> bool:
         return False
     if changed:
         raise HostKeyRefused(
-            f"its host key differs from the one in {entry.file}: it was reinstalled, or another machine answers",
+            f"its host key differs from the one in {entry.file}: the host was reinstalled, or this is another machine",
             host=entry.host.name,
             hint=f"if that is expected: skyfab trust --hosts={entry.host.name} --replace",
         )

@@ -138,7 +138,7 @@ class Facts:
         address = _address(host)
         if survey is None:
             reachable = isinstance(error, HostUnfit)
-            message, hint = (error.message, error.hint) if error else ("no answer", None)
+            message, hint = (error.message, error.hint) if error else ("no response", None)
             return cls(name=host.name, address=address, reachable=reachable, slots=host.slots, error=message, hint=hint)
         return cls(
             name=host.name,

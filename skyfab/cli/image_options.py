@@ -51,7 +51,10 @@ class ImageOptions:
         """The image with the packages of ``--with``. Raises UsageError."""
         more = [one for text in self.with_ for one in _requirements(text)]
         if more and image.is_exact:
-            raise UsageError(f"--with={more[0]} adds nothing to {image.lock}, which is used as it is")
+            raise UsageError(
+                f"--with={more[0]} adds nothing to {image.lock}, which is used unchanged",
+                hint=f"add it there: skyfab prepare --pip=… --lock={image.lock}",
+            )
         return replace(image, pip=(*image.pip, *more))
 
     def image(self) -> Image:
@@ -88,5 +91,5 @@ def _index(text: str) -> PipIndex:
     url, _, packages = text.rpartition("=")
     names = tuple(name for name in re.split(r"[,\s]+", packages.strip()) if name)
     if "://" not in url or not names:
-        raise UsageError(f"--index={text}", hint="--index=https://download.example/simple=torch,torchvision")
+        raise UsageError(f"invalid --index={text}", hint="--index=https://download.example/simple=torch,torchvision")
     return PipIndex(url, names)

@@ -77,7 +77,7 @@ class CommandLine:
         """The parser of the whole program, with all commands."""
         program = HINTS.program
         parser = Parser(
-            prog=program, usage=f"{program} COMMAND [options]", epilog=f"{program} COMMAND --help explains one of them."
+            prog=program, usage=f"{program} COMMAND [options]", epilog=f"{program} COMMAND --help describes a command."
         )
         parser.add_argument("-V", "--version", action="store_true", help="print the version")
         subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", parser_class=CommandParser)

@@ -35,8 +35,8 @@ def run(
     sync: Annotated[
         bool | Literal["all"],
         Option(
-            "first copy the script's folder to the hosts, with data, except what .gitignore excludes",
-            words={"all": "the same, with what .gitignore excludes"},
+            "first copy the script's folder, including data, to the hosts, except what .gitignore excludes",
+            words={"all": "the same, including what .gitignore excludes"},
         ),
     ] = False,
     get: Annotated[Sequence[str], Option("fetch these files when the run has ended; repeatable", "PATTERN")] = (),
@@ -59,7 +59,7 @@ def run(
     with_plugin: Annotated[
         Sequence[str], Option("torch, jax, keras, huggingface or accelerate; repeatable", "PLUGIN")
     ] = (),
-    no_project: Annotated[bool, Option("ignore PEP 723 blocks, pyproject.toml and requirements.txt")] = False,
+    no_project: Annotated[bool, Option("install no packages of the script or project ([tool.skyfab] applies)")] = False,
 ) -> None:
     """Run a script on every rank, as torchrun would.
 

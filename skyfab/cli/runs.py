@@ -76,7 +76,7 @@ def show_runs(found: Sequence[Run]) -> None:
 
 def _row(run: Run) -> tuple[str, ...]:
     hosts = ", ".join(run.hosts)
-    for what, names in (("not asked", run.unasked), ("no answer", run.silent)):
+    for what, names in (("not asked", run.unasked), ("no response", run.silent)):
         hosts += f" ({what}: {', '.join(names)})" if names else ""
     state = f"{run.state}, {len(run.failed)} failed" if run.state == "running" and run.failed else run.state
     return (run.id[:8], state, _moment(run.started), str(run.world_size), _busy(run), hosts, run.name, run.last)
@@ -131,7 +131,7 @@ def logs(
     """Print the output of a detached run.
 
     Merges the lines of all hosts by time, each with its host and rank. What a rank wrote to stderr is printed to
-    stderr. Exits with 3 if a host does not answer, after the lines of the others.
+    stderr. Exits with 3 if a host does not respond, after the lines of the others.
 
         skyfab logs 3f2a91c0
         skyfab logs night -f --rank=0
@@ -168,7 +168,7 @@ def attach(
     """Follow a detached run until it has ended.
 
     Ctrl-C stops following, but not the run. Exits with 1 if the run failed, and shows why. If it has ended on all hosts
-    that answer, exits with 3 instead of waiting for the others.
+    that respond, exits with 3 instead of waiting for the others.
 
         skyfab attach 3f2a91c0
         skyfab attach night --tail=20

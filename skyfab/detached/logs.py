@@ -79,7 +79,7 @@ class LogReader:
             if not page.more:
                 return
             if not page.lines:  # it would be asked for ever
-                raise ProtocolError("invalid answer to 'logs': more lines, but none of them", host=host.name)
+                raise ProtocolError("invalid reply to 'logs': more lines, but none of them", host=host.name)
             try:
                 page = self._ask(host, rest)
             except PASSING as error:

@@ -89,14 +89,14 @@ class Run(ShownAsTable):
 
     @property
     def state(self) -> State:
-        """The state as of the last query, on the hosts that have answered."""
+        """The state as of the last query, on the hosts that responded to it."""
         states = {part.state for part in self._parts} or {"unreachable"}
         order: tuple[State, ...] = ("lost", "running", "unreachable", "stopped", "failed")
         return next((state for state in order if state in states), "done")
 
     @property
     def silent(self) -> list[str]:
-        """Hosts of the run that did not answer the last query: `state` does not include them."""
+        """Hosts of the run that did not respond to the last query: `state` does not include them."""
         found = {part.about.place for part in self._parts}
         return [name for place, name in enumerate(self.hosts) if place not in found and name not in self.unasked]
 
@@ -124,7 +124,7 @@ class Run(ShownAsTable):
             self._look(asker)
 
     def _look(self, asker: Asker) -> list[SkyfabError]:
-        """Returns the errors of the hosts that do not answer now."""
+        """Returns the errors of the hosts that do not respond now."""
         outcomes = asker.ask(question(self.id))
         self._parts = [self._part(outcome) for outcome in outcomes if outcome.error is None]
         self.unasked = [name for name in self.hosts if self._host(name) is None]
@@ -147,7 +147,7 @@ class Run(ShownAsTable):
         unknown = [name for name in self.hosts if self._host(name) is None]
         if unknown:
             raise UsageError(
-                f"run {self.id[:8]} is also on {', '.join(unknown)}, according to its hosts: not in the inventory",
+                f"run {self.id[:8]} is also on {', '.join(unknown)}, which the inventory does not list",
                 hint="name all of its hosts: --hosts=…, or hosts=… in attach()",
             )
         return self._asker(**options)
@@ -199,7 +199,7 @@ class Run(ShownAsTable):
         failed: Callable[[str, int], None] = lambda host, rank: None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> Iterator[LogLine]:
-        """As `logs`, with times; of what is there already only the last `tail` lines, and those not before `since`.
+        """Like `logs`, with times. Of earlier lines, only the last `tail`, and none from before `since`.
 
         `follow`, `rank` and `trouble` are as for `logs`; following ends early once `stopped` is true. `failed` is
         called once for each rank that has failed while others still run, with its host.
@@ -249,13 +249,13 @@ class Run(ShownAsTable):
                     if not errors:
                         return self._conclude([one for some in answers.values() for one in some])
                 if time.monotonic() > until:
-                    why = f"does not answer: {errors[0]}" if errors else f"is still {state}"
+                    why = f"does not respond: {errors[0]}" if errors else f"is still {state}"
                     raise TimeoutError(f"run {self.id[:8]} {why}")
                 _check(errors)
                 time.sleep(PACE)
 
     def raise_failure(self) -> None:
-        """Raises what the ranks have raised on the hosts that have answered the last query."""
+        """Raises what the ranks have raised on the hosts that responded to the last query."""
         answers: dict[str, list[tuple[int, Any]]] = {}
         with self._asker() as asker:
             self._fetch(asker, answers)
@@ -403,10 +403,10 @@ def attach(
     inventory: str | os.PathLike[str] | Inventory | None = None,
     results: Results = "any",
 ) -> Run:
-    """The run with this name, or whose id begins with `id`; of several with the name, the newest, a running one first.
+    """The run with this name (of several, the newest that runs, else the newest), or whose ID begins with `id`.
 
     `hosts`, `inventory` and `results` are as for `Compute`; without `hosts`, those of the inventory and this machine.
-    Raises UsageError if there is no such run, or if several ids begin with `id`.
+    Raises UsageError if there is no such run, or if several IDs begin with `id`.
     """
     with attached(id, hosts, inventory=inventory, results=results) as run:
         return run
@@ -434,7 +434,7 @@ def _find(id: str, asker: Asker, results: Results, *, is_named: bool) -> Run:  #
     by_id = [run for run in found if run.id.startswith(id)]
     if len(by_id) > 1:
         some = ", ".join(run.id[:8] for run in by_id[:4])
-        raise UsageError(f"{len(by_id)} runs begin with {id!r}: {some}", hint="type more of the id")
+        raise UsageError(f"{len(by_id)} runs begin with {id!r}: {some}", hint="type more of the ID, or the name")
     for run in by_id:  # it is one
         run.namesakes = [one for one in found if one is not run and (one.name, one.state) == (run.name, "running")]
         return run

@@ -1,1 +1,1 @@
-"""The pool (`Compute`): its nodes, one per host, the scheduler for single calls, and the gangs for broadcasts."""
+"""The pool (`Compute`): its nodes, one per host, the scheduler for solo calls, and the gangs for broadcasts."""

@@ -92,7 +92,7 @@ def _with_hint_for_cloud_options(init: Callable[P, None]) -> Callable[P, None]:
     def checked(*args: P.args, **options: P.kwargs) -> None:
         if "worker" in options:
             raise UsageError(
-                "Compute has no option worker=", hint="slots=N: how many single calls a host runs in parallel"
+                "Compute has no option worker=", hint="slots=N: how many solo calls a host runs in parallel"
             )
         for name in _CLOUD_OPTIONS.intersection(options):
             hint = "list your machines in inventory.toml, and choose by name, group or tag: Compute(hosts=…)"
@@ -140,7 +140,7 @@ class Compute(ShownAsTable):
         as ``Container(nodes=2)`` creates the hosts when the pool is opened and removes them when it is closed.
 
         `ranks` is the number of processes of a broadcast on each host; ``"auto"``: one for each GPU, or one. `image` is
-        their environment, `plugins` set them up, `env` has further variables. `slots` is the number of single calls
+        their environment, `plugins` set them up, `env` has further variables. `slots` is the number of solo calls
         that run at a time on each host (None: the inventory's, which is 1 by default).
 
         `lease` is how many seconds hosts and this program wait for a lost connection. A host that does not respond for
@@ -546,7 +546,7 @@ def _parents_pool() -> UsageError:
     """The error for using a pool in a child that was forked while it was open."""
     return UsageError(
         "this pool was opened by the process that this one was forked from",
-        hint="open one here: with sky.Compute(…) as compute: …",
+        hint="open another one in this process: with sky.Compute(…) as compute: …",
     )
 
 

@@ -119,7 +119,7 @@ class Forward:
         elif name:
             self._say(f"could not connect to {name}:{number}: {reason}")
         else:
-            self._say(f"nothing listens at port {number} yet")
+            self._say(f"nothing listens on port {number} yet")
 
     def _say(self, text: str) -> None:
         if text != self._notice:

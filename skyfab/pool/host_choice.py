@@ -99,7 +99,7 @@ class HostChoice:
 
     def _reason(self, outcome: Outcome[Survey]) -> str:
         if outcome.answer is None:
-            return outcome.error.message if outcome.error else "no answer"
+            return outcome.error.message if outcome.error else "no response"
         assert self._condition is not None
         return self._condition.values(outcome.host, outcome.answer)
 

@@ -241,7 +241,7 @@ class Node(ShownAsTable):
         others = [other for other in self._owner.nodes if other is not self and other.lost is None]
         others_respond = self.others_respond()
         if others and not others_respond:
-            reason += "; no host answers: is your network up?"
+            reason += "; no host responds: is your network up?"
         timing = self.session.connection.timing
         limit = min(timing.heartbeat_timeout, timing.lease) if others_respond else timing.lease
         self._owner.events.emit(HostState(host=self.name, state="reconnecting", detail=reason, limit=limit))

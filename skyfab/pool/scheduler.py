@@ -156,7 +156,7 @@ class Scheduler:
 
     @property
     def slots(self) -> int:
-        """How many single calls run at a time on all hosts."""
+        """How many solo calls run at a time on all hosts."""
         return len(self._slots)
 
     def use_tree(self, tree: str) -> None:

@@ -65,7 +65,7 @@ class Container(Provider):
         if isinstance(self.gpus, str) and self.gpus not in ("auto", "all", "none"):
             raise UsageError(f"invalid gpus={self.gpus!r}", hint='use "auto", "all", "none" or a list: gpus=[0, 1]')
         if isinstance(self.options, str):
-            raise UsageError("options must be a list of words", hint=f"options={self.options.split()!r}")
+            raise UsageError("options must be a list of strings", hint=f"options={self.options.split()!r}")
 
     def start(self, tell: Tell = LOG.info) -> Inventory:
         """Starts the containers; see `Provider.start`, also for `tell`. Raises UsageError and HostUnfit."""
@@ -124,7 +124,7 @@ class Container(Provider):
             listed = threads.submit(engine.try_run, "images", "--format={{.Tag}}", _WITH_SSHD)
             found = engine.try_run("image", "inspect", "--format={{.Id}}", self.image)
         if found.returncode:
-            tell(f"{engine.name} pulls {self.image}")
+            tell(f"pulling {self.image} with {engine.name}")
             pulled = engine.try_run("pull", self.image)
             if pulled.returncode:
                 hint = engine.hint(pulled.stderr) or f"try: {engine.name} pull {self.image}"
@@ -138,7 +138,7 @@ class Container(Provider):
 
         The image keeps that container's variables and labels: it has none of the user's, and no proxy.
         """
-        tell(f"{self.image} has no sshd: it is installed once, which makes the image {_WITH_SSHD}")
+        tell(f"{self.image} has no sshd: installing it once, in a new image {_WITH_SSHD}")
         for_run, for_exec, for_commit = engine.proxies()
         made = self._keep(engine, 1, [*for_run, *filter(_NEEDED.match, self.options)])
         made.begin('echo "$0 waits"; cat >/dev/null', "")

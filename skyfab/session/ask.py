@@ -323,7 +323,7 @@ class _Frames:
             for _ in parts:  # up to its end
                 pass
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            what = f"invalid answer to {question.name!r}: {error}"
+            what = f"invalid reply to {question.name!r}: {error}"
             raise ProtocolError(what, host=self._host.name) from error
         return answer
 
@@ -362,7 +362,7 @@ class _Frames:
             except BlockingIOError:
                 now = time.monotonic()
                 if now - heard > _SILENCE:
-                    raise HostLost(f"no answer for {_SILENCE:.0f} s", host=self._host.name) from None
+                    raise HostLost(f"no response for {_SILENCE:.0f} s", host=self._host.name) from None
                 if now - beat > _HEARTBEAT:
                     beat = now
                     self._send(frame(PING))
@@ -375,7 +375,7 @@ class _Frames:
     # ---- what the frames' reader calls
 
     def place(self, stream: int, length: int) -> memoryview:
-        raise ProtocolError("data that belongs to no answer", host=self._host.name)
+        raise ProtocolError("data that belongs to no reply", host=self._host.name)
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         self._has_started = True
@@ -388,7 +388,7 @@ class _Frames:
         except (ValueError, RecursionError):
             about = None
         if not isinstance(about, dict):
-            raise ProtocolError("an answer that is not an object in JSON", host=self._host.name)
+            raise ProtocolError("a reply that is not a JSON object", host=self._host.name)
         self._replies.append((about, bytes(payload[end:])))
 
 

@@ -343,7 +343,7 @@ def run(actions: Iterable[Action]) -> None:
         try:
             action()
         except BaseException:
-            print("skyfab: an answer could not be handled", file=sys.stderr)
+            print("skyfab: a reply could not be handled", file=sys.stderr)
             traceback.print_exc()
 
 

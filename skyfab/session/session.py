@@ -125,8 +125,8 @@ class Session:
                 failed = HostLost("", host=self.host.name)
             raise cannot_run(failed, self.host)
         if self.agent is None:
-            raise HostUnfit("its agent does not answer", host=self.host.name)
-        _LOG.debug("%s: its agent answers, with Python %s", self.host.name, self.agent.python)
+            raise HostUnfit("its agent does not respond", host=self.host.name)
+        _LOG.debug("%s: its agent responds, with Python %s", self.host.name, self.agent.python)
         check_agent(self.agent, self.host)
         return self.agent
 

@@ -67,7 +67,7 @@ class Deadline:
         if self.stopped():
             raise HostLost("the pool was closed", host=self.host.name)
         if time.monotonic() > self.deadline + TERMINAL.spent - self.asked:
-            raise Unreachable("no answer in time", host=self.host.name, hint=f"try: {by_hand(self.host, 'true')}")
+            raise Unreachable("no response in time", host=self.host.name, hint=f"try: {by_hand(self.host, 'true')}")
 
 
 class Shell:

@@ -305,7 +305,7 @@ def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, 
     if code == 255 and busy:
         return refusals.busy(busy[1].strip(), hops)
     if code == 255:
-        said = re.sub(r"^ssh: ", "", last) or f"{host.destination} does not answer"
+        said = re.sub(r"^ssh: ", "", last) or f"{host.destination} does not respond"
         return refusals.no_answer(said, hops, inventory, is_nameless=unresolved is not None)
     if code < 0:
         return Unreachable(f"ssh was killed on this machine by signal {-code}", host=host.name)

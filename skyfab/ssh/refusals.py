@@ -97,7 +97,7 @@ def changed_key(target: Host, at: Host) -> HostKeyRefused:
     else:
         hint = f"if that is expected: skyfab trust --hosts={at.name} --replace"
     return HostKeyRefused(
-        f"{_whose(target, at)} is not the one on record: it was reinstalled, or another machine answers",
+        f"{_whose(target, at)} is not the one on record: the host was reinstalled, or this is another machine",
         host=target.name,
         hint=hint,
     )

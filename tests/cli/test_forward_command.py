@@ -50,7 +50,7 @@ def test_ports_are_there_until_ctrl_c(port: int) -> None:
         assert urllib.request.urlopen(lines[0][0], timeout=170).read() == b"hello"
         with pytest.raises(OSError, match=r"reset|closed|refused"):
             urllib.request.urlopen(lines[1][0], timeout=170)
-        assert process.stderr.readline() == f"local: nothing listens at port {nothing} yet\n"
+        assert process.stderr.readline() == f"local: nothing listens on port {nothing} yet\n"
         process.send_signal(signal.SIGINT)
         rest, errors = process.communicate(timeout=170)
         assert (process.returncode, rest, errors) == (130, "", "")

@@ -548,7 +548,7 @@ def test_with_a_host_down_what_the_others_know_is_shown_soon(namespaces: Lab, ho
     times: list[float] = []
     try:
         for arguments, out, err in (
-            (["runs"], f"{short} +done .* node1, node2 \\(no answer: node2\\) ", "error: node2"),
+            (["runs"], f"{short} +done .* node1, node2 \\(no response: node2\\) ", "error: node2"),
             (["logs", short], "line 0 of rank 0", "error: node2"),
             (["attach", short], "line 0 of rank 0", "half: done\n.*(\n.*)*error: node2"),
             (["stop", short], "", "error: node2"),
@@ -561,7 +561,7 @@ def test_with_a_host_down_what_the_others_know_is_shown_soon(namespaces: Lab, ho
             assert shown.returncode == 3, arguments
         assert min(times) < 8, "2 s, and what a busy machine adds; all of them took 10 s before"
         assert (run.status, run.silent) == ("done", ["node2"])
-        with pytest.raises(TimeoutError, match="does not answer"):
+        with pytest.raises(TimeoutError, match="does not respond"):
             run.result(0.1)
     finally:
         namespaces.hosts[1].restore()

@@ -221,7 +221,7 @@ def test_only_a_number_is_the_process_of_a_run_that_does_not_stop(
     run = sky.attach(RUN, [sky.Host(name="here", transport="local", cache=str(tmp_path))])
     assert repr(run) == "<run abc123 x\\x1b[2J\\x07: done>"
     monkeypatch.setattr("skyfab.detached.run.only", lambda replies: pid)
-    with pytest.raises(sky.ProtocolError, match=r"invalid answer to 'runs\.stop'"):
+    with pytest.raises(sky.ProtocolError, match=r"invalid reply to 'runs\.stop'"):
         run.stop()
 
 

@@ -173,7 +173,7 @@ def test_hosts_that_were_not_asked_and_hosts_that_do_not_answer(two: Hosts) -> N
     assert (run.silent, run.unasked) == (["b"], ["c"])
     two.says["b", "runs"] = part(1, hosts=("a", "b", "c"))
     assert (run.status, run.silent, run.unasked) == ("done", [], ["c"])
-    with pytest.raises(sky.UsageError, match="run 01234567 is also on c, according to its hosts: not in the inventory"):
+    with pytest.raises(sky.UsageError, match="run 01234567 is also on c, which the inventory does not list"):
         run.result()
     two.says |= {("a", "runs"): lost("a"), ("b", "runs"): unfit("b")}
     assert (run.status, run.silent, run.has_ended) == ("unreachable", ["a", "b"], False)
@@ -320,7 +320,7 @@ def test_a_result_that_does_not_come_in_time(two: Hosts) -> None:
     with pytest.raises(TimeoutError, match="run 01234567 is still running"):
         run.result(0.0)
     two.says["a", "runs"] = lost("a")
-    with pytest.raises(TimeoutError, match="run 01234567 does not answer: a: its connection broke"):
+    with pytest.raises(TimeoutError, match="run 01234567 does not respond: a: its connection broke"):
         run.result(0.0)
     two.says["a", "runs"] = unfit("a")
     with pytest.raises(sky.HostUnfit):
@@ -443,7 +443,7 @@ def test_a_run_is_named_or_its_id_begun(several: Hosts, typed: str, found: str) 
 def test_several_ids_that_begin_alike(several: Hosts) -> None:
     with pytest.raises(sky.UsageError, match="2 runs begin with 'bbbb': bbbb4444, bbbb3333") as raised:
         sky.attach("bbbb", several.hosts)
-    assert raised.value.hint == "type more of the id"
+    assert raised.value.hint == "type more of the ID, or the name"
     with pytest.raises(sky.UsageError, match=r"5 runs begin with 'cccc': cccc0ccc, cccc1ccc, cccc2ccc, cccc3ccc\n"):
         sky.attach("cccc", several.hosts)
 

@@ -92,7 +92,7 @@ def test_a_good_host_has_no_findings() -> None:
         ({"noexec": 1}, "noexec", "failure", "noexec"),
         ({"readonly": 1}, "read-only", "failure", "is read-only"),
         ({"networked": 1, "filesystem": "nfs4"}, "network disk", "advice", "nfs4"),
-        ({"gpu_error": "nvidia-smi: no answer"}, "GPU tool", "failure", "no answer"),
+        ({"gpu_error": "nvidia-smi: no response"}, "GPU tool", "failure", "no response"),
         ({"gpus": [GPU | {"throttled": ["its temperature"]}]}, "throttling", "warning", "by its temperature"),
         ({"gpus": [GPU | {"use": 97}]}, "in use", "advice", "an unknown user, 97 %"),
         (
@@ -153,7 +153,7 @@ def test_a_damaged_gpu_can_be_left_out() -> None:
 @pytest.mark.parametrize(
     ("error", "check"),
     [
-        (Unreachable("no answer", hint="is it up?"), "reachability"),
+        (Unreachable("no response", hint="is it up?"), "reachability"),
         (AuthenticationRefused("keys refused", hint="ssh-copy-id"), "login"),
         (HostKeyRefused("unknown", hint="skyfab trust"), "host key"),
         (HostUnfit("no Python", hint="install it"), "start"),

@@ -112,7 +112,7 @@ def test_a_host_that_does_not_answer_says_since_when() -> None:
     shown = screen(made(hosts), 120)
     assert shown[0].startswith("4 hosts: 1 connecting, 1 late, 2 lost")
     assert shown[2].endswith("  connecting")
-    assert shown[3].endswith("  no answer for 42 s")
+    assert shown[3].endswith("  no response for 42 s")
     assert shown[4].endswith("  last heard 2 min ago: no route to host")
     assert shown[5].endswith("  it has no Python")
 

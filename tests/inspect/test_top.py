@@ -159,7 +159,7 @@ def test_a_host_that_is_lost_is_shown_and_comes_back(tmp_path: Path) -> None:
         person.sees("2 hosts: 2 ready")
         lab.hosts[1].cut()
         person.sees("1 ready, 1 l")
-        person.sees(r"no answer for \d+ s|last heard \d+ s ago")
+        person.sees(r"no response for \d+ s|last heard \d+ s ago")
         lab.hosts[1].restore()
         person.sees("2 hosts: 2 ready")
         person.presses(b"q")

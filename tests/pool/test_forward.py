@@ -179,7 +179,7 @@ def test_a_port_where_nothing_listens(pool: sky.Compute, events: list[Event]) ->
         for _ in range(3):
             assert is_refused(forward)
         until(lambda: notices(events))
-        assert notices(events) == [f"{pool.hosts[0].name}: nothing listens at port {free} yet"]
+        assert notices(events) == [f"{pool.hosts[0].name}: nothing listens on port {free} yet"]
         assert pool.submit(serve(free), on="head").result() == free
         assert len(rest(connect(forward, "give 1000 1"))) == 1000
 

@@ -133,7 +133,7 @@ def test_a_host_that_cannot_be_reached_is_tried_until_it_can(node: LostNode, beg
     until(lambda: before.closed)
     assert [session.closed for session in node.made] == [True, True, False]
     assert node.session is node.made[2]
-    assert found == [HostState(host="node1", state="ready", detail="taken back")]
+    assert found == [HostState(host="node1", state="ready", detail="rejoined the pool")]
     until(lambda: not threads())
 
 

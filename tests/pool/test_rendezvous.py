@@ -68,7 +68,7 @@ class FakeSession:
             self.wires.probes += 1
             cut = late or (self.name, address) in self.wires.cut or address not in self.wires.at
             own = self.wires.own.get((self.name, address), f"10.0.0.{self.name.removeprefix('node')}")
-            found.append(["no answer", ""] if cut else ["", own])
+            found.append(["no response", ""] if cut else ["", own])
         return messages.PeersProbed(found=found)
 
 
@@ -221,7 +221,7 @@ def test_the_network_that_all_reach_is_found(host: Make, wires: Wires) -> None:
 def test_who_cannot_reach_whom_is_said(host: Make, wires: Wires) -> None:
     nodes = [host(n, f"eth0 10.0.0.{n}/24") for n in (1, 2, 3, 4)]
     wires.cut = {("node3", "10.0.0.4")}  # neighbours; neither is the head
-    with pytest.raises(PeersUnreachable, match=r"cannot connect to node4 at 10\.0\.0\.4 \(eth0\): no answer") as raised:
+    with pytest.raises(PeersUnreachable, match=r"connect to node4 at 10\.0\.0\.4 \(eth0\): no response") as raised:
         RendezvousFinder("needed").arrange(nodes)
     assert raised.value.host == "node3"
     assert "from 10.0.0.3" in str(raised.value.hint)
@@ -299,13 +299,13 @@ def test_what_a_host_says_of_another_cannot_steer_the_terminal(host: Make) -> No
     before = nodes[1].session._answer
 
     def answer(message: Any) -> Any:
-        found = [["\x1b[2Jno answer\n", ""]]
+        found = [["\x1b[2Jno response\n", ""]]
         return messages.PeersProbed(found=found) if isinstance(message, messages.ProbePeers) else before(message)
 
     nodes[1].session._answer = answer
     with pytest.raises(PeersUnreachable) as raised:
         RendezvousFinder("needed").arrange(nodes)
-    assert raised.value.message.isprintable() and raised.value.message.endswith("no answer")
+    assert raised.value.message.isprintable() and raised.value.message.endswith("no response")
 
 
 # ---- on a host
@@ -342,7 +342,7 @@ def test_a_host_that_answers_has_been_reached(watch: Poller, ports: Ports) -> No
 
 def test_at_an_address_there_may_be_another_machine(watch: Poller, ports: Ports) -> None:
     port = str(ports.open(word="somebody else"))
-    assert tried(watch, [["127.0.0.1", port, "here"]]) == [["another machine answers", ""]]
+    assert tried(watch, [["127.0.0.1", port, "here"]]) == [["another machine has this address", ""]]
 
 
 def test_a_port_that_is_closed_is_said_and_so_is_what_is_no_address(watch: Poller, ports: Ports) -> None:
@@ -368,7 +368,7 @@ def test_the_agent_goes_on_while_a_host_does_not_answer(watch: Poller, ports: Po
             assert len(rung) == number and not found
         while not found:
             watch.wait(1)
-        assert found == [[["it accepts connections but does not answer", "127.0.0.1"]]]
+        assert found == [[["it accepts connections but does not respond", "127.0.0.1"]]]
     finally:
         watch.drop(bell)
         os.close(bell)
@@ -379,7 +379,7 @@ def test_other_addresses_of_a_host_that_was_reached_are_not_waited_for(watch: Po
     silent, port = str(ports.open()), str(ports.open(word="here"))
     began = time.monotonic()
     found = tried(watch, [["127.0.0.1", silent, "here"], ["127.0.0.1", port, "here"]], patience=60.0)
-    assert [reason for reason, _ in found] == ["it accepts connections but does not answer", ""]
+    assert [reason for reason, _ in found] == ["it accepts connections but does not respond", ""]
     assert time.monotonic() - began < 30
 
 

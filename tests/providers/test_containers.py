@@ -166,7 +166,7 @@ def test_an_image_without_sshd_is_given_one_once(
                 assert where() >> compute == ("node1", "good=morning to all")
         finally:
             provider.stop()
-    assert len(told) == 1 and "has no sshd: it is installed once" in told[0]
+    assert len(told) == 1 and "has no sshd: installing it once" in told[0]
     about = podman("image", "inspect", no_image_with_sshd) + podman("history", "--no-trunc", no_image_with_sshd)
     assert "SECRET" not in about and "4999" not in about
 

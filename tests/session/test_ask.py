@@ -283,7 +283,7 @@ def test_a_silent_host_is_sent_heartbeats_and_is_lost_after_a_minute(
     monkeypatch.setattr(ask, "time", SimpleNamespace(monotonic=lambda: stream.now))
     frames = ask._Frames(sky.Host(name="silent"), stream, lambda: False)  # type: ignore[arg-type]
     if pings is None:
-        with pytest.raises(HostLost, match="no answer for 60 s"):
+        with pytest.raises(HostLost, match="no response for 60 s"):
             frames.ask(Question("x", only_of))
     else:
         assert frames.ask(Question("x", only_of)) == 2

@@ -445,7 +445,7 @@ def test_a_host_that_cannot_says_so_with_a_hint(said: bytes, error: type[sky.Hos
 
 
 def test_a_host_that_says_nothing_is_given_up_in_time() -> None:
-    with pytest.raises(sky.Unreachable, match="no answer in time"):
+    with pytest.raises(sky.Unreachable, match="no response in time"):
         join(b"Welcome\n", end=False, seconds=0.3)
 
 

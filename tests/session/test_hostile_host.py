@@ -215,7 +215,7 @@ def test_a_host_that_says_nothing_is_not_waited_for_long(monkeypatch: pytest.Mon
         assert session.was_stopped
     monkeypatch.setattr("skyfab.session.bootstrap.CONNECT", 0.2)
     with prepared() as (session, _, _):
-        with pytest.raises(sky.HostUnfit, match="its agent does not answer"):
+        with pytest.raises(sky.HostUnfit, match="its agent does not respond"):
             session.open()
         assert not session.was_stopped
 

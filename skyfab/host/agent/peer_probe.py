@@ -41,7 +41,7 @@ class PeerProbe:
         from threading import Thread  # imported late: few agents need it
 
         self._peers = peers
-        self._found = [["no answer", ""] for _ in peers]
+        self._found = [["no response", ""] for _ in peers]
         self._deadline = time.monotonic() + timeout
         self._reached: dict[str, float] = {}
         """By word, when to stop trying the other addresses of a host that has been reached."""
@@ -79,12 +79,12 @@ class PeerProbe:
                 left = max(_TICK, self._deadline - time.monotonic())
                 with socket.create_connection((address, int(port)), left) as peer, peer.makefile("rb") as said:
                     own = str(peer.getsockname()[0])
-                    self._found[number] = ["it accepts connections but does not answer", own]
+                    self._found[number] = ["it accepts connections but does not respond", own]
                     if said.read(len(word)) == word.encode():
                         self._reached.setdefault(word, time.monotonic() + _MORE)
                         self._found[number] = ["", own]
                         return
-                    self._found[number] = ["another machine answers", ""]
+                    self._found[number] = ["another machine has this address", ""]
             except TimeoutError:
                 return
             except (OSError, OverflowError) as error:

@@ -53,7 +53,7 @@ def _run(words: list[str]) -> str:
     try:
         done = subprocess.run(words, capture_output=True, timeout=_TIMEOUT, stdin=subprocess.DEVNULL)
     except subprocess.TimeoutExpired:
-        raise ToolFailed(f"no answer within {_TIMEOUT:.0f} s: is the driver working?") from None
+        raise ToolFailed(f"no response within {_TIMEOUT:.0f} s: is the driver working?") from None
     except OSError as error:
         raise ToolFailed(error.strerror or str(error)) from None
     if done.returncode:

@@ -32,7 +32,7 @@ def examined(asker: Asker, *, measured: bool = False) -> list[Finding]:
     findings: list[Finding] = []
     for outcome in asker.each(lambda host: _report(asker, host)):
         if outcome.answer is None:
-            findings.append(refused(outcome.host, outcome.error or SkyfabError("no answer")))
+            findings.append(refused(outcome.host, outcome.error or SkyfabError("no response")))
         else:
             findings += checks.findings(outcome.answer)
     unusable = {one.host for one in findings if one.section == "login" and one.level == "failure"}

@@ -74,7 +74,7 @@ def _parse(host: Host, replies: Iterator[Reply]) -> HostReport:
     survey = found.pop("survey", None)
     if survey is None:
         hint = f"skyfab exec --hosts={host.name} -- nvidia-smi"
-        raise HostUnfit("its system, disk or GPUs do not answer within 15 s", host=host.name, hint=hint)
+        raise HostUnfit("its system, disk or GPUs did not respond within 15 s", host=host.name, hint=hint)
     return HostReport(host, schema.parse(Facts, found, LIMITS), schema.parse(Survey, survey, LIMITS))
 
 

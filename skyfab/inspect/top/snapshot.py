@@ -109,7 +109,7 @@ def _state(one: Seen, ready: str, every: float, clock: float) -> str:
     since = "" if one.heard is None else age(clock - one.heard)
     if one.error is not None:
         return f"last heard {since} ago: {one.error.message}" if since else one.error.message
-    return f"no answer for {since}" if condition == "late" else ready if condition == "ready" else condition
+    return f"no response for {since}" if condition == "late" else ready if condition == "ready" else condition
 
 
 def _run_cells(run: Run, now: float) -> tuple[str, ...]:

@@ -47,12 +47,12 @@ TIERS = {
 def test(
     k: Annotated[str | None, Option("only tests whose names match this expression")] = None,
     fast: Annotated[bool, Option("unit tests, and calls without SSH")] = False,
-    slow: Annotated[bool, Option("only the tests that are left out because each takes seconds")] = False,
-    soak: Annotated[bool, Option("all tests, those that take minutes too")] = False,
+    slow: Annotated[bool, Option("only the tests that the default run skips because each takes seconds")] = False,
+    soak: Annotated[bool, Option("all tests, including those that take minutes")] = False,
     python: Annotated[str | None, Option("the fast tests with another Python, for example 3.12", "VERSION")] = None,
     processes: Annotated[
         int | None,
-        Option("how many at once, each with labs of its own (default: cores, one more without --slow; at most 4)", "N"),
+        Option("parallel processes, each with its own labs (default: cores, one more without --slow; at most 4)", "N"),
     ] = None,
     args: Annotated[str, Option("more arguments for pytest")] = "",
 ) -> None:
@@ -86,9 +86,9 @@ def other_python(version: str) -> str:
 @command
 def mutate(
     module: Annotated[str, Option("a file below skyfab/", "MODULE")],
-    count: Annotated[int, Option("how many random changes", "N")] = 20,
-    tests: Annotated[str, Option("the tests to run, where those beside the module are not the ones")] = "",
-    seed: Annotated[int, Option("the same changes again", "N", least=0)] = 1,
+    count: Annotated[int, Option("the number of random changes", "N")] = 20,
+    tests: Annotated[str, Option("the tests to run (default: those that import the module)")] = "",
+    seed: Annotated[int, Option("selects the changes; the same seed repeats them", "N", least=0)] = 1,
 ) -> None:
     """Change a module at random places, one at a time, and see whether its tests notice."""
     name = module.removeprefix("skyfab/").removesuffix(".py")
@@ -97,7 +97,7 @@ def mutate(
 
 @command
 def check() -> None:
-    """Lint, formatting and types; all three, whatever the first one says."""
+    """Check style, formatting and types; runs all three even if one fails."""
     codes = [
         run(sys.executable, "-m", *words) for words in (["ruff", "check"], ["ruff", "format", "--check"], ["mypy"])
     ]
@@ -106,8 +106,8 @@ def check() -> None:
 
 @command
 def bench(
-    only: Annotated[str | None, Option("one benchmark by its name, or several with commas", "NAMES")] = None,
-    chart: Annotated[str | None, Option("draw the results there, and write FILE.json", "FILE.svg")] = None,
+    only: Annotated[str | None, Option("names of benchmarks, separated by commas", "NAMES")] = None,
+    chart: Annotated[str | None, Option("draw a chart of the results, and write them to FILE.json", "FILE.svg")] = None,
 ) -> None:
     """Measure against raw ssh, execnet and torchrunx on the lab, and print the ratios: 12 minutes on two cores."""
     programs.require()
@@ -118,7 +118,7 @@ def bench(
 
 @command
 def docs(
-    serve: Annotated[bool, Option("then serve it at 127.0.0.1, until Ctrl-C")] = False,
+    serve: Annotated[bool, Option("then serve it on 127.0.0.1 until Ctrl-C")] = False,
     record: Annotated[
         bool, Option("type README's commands on two lab hosts, and draw docs/pictures/terminal.svg")
     ] = False,

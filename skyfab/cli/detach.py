@@ -63,5 +63,5 @@ def tell_how_to_attach(run: Run, name: str | None = None) -> None:
         print(HINTS.adapted(f"  skyfab {task} {word}"), file=sys.stderr)
     if name and run.namesakes:
         ids = ", ".join(one.id[:8] for one in run.namesakes)
-        print(f"still running under the same name: {ids}; commands with the name mean {short}", file=sys.stderr)
+        print(f"also running under this name: {ids}; the name now refers to {short}", file=sys.stderr)
     print(short, flush=True)

@@ -64,9 +64,9 @@ def get(
     """Copy files and folders from hosts.
 
     Relative paths are in the working folder on the hosts, and are kept below the folder on this machine; quote
-    patterns. --run without a path fetches the file that the run wrote, or the folder that all of them are in, once it
-    has ended. From several hosts, files that more than one of them has go into a folder for each host. Skips files that
-    this machine already has with the same content, and resumes interrupted transfers.
+    patterns. --run without a path fetches what the run wrote, once it has ended. From several hosts, files that more
+    than one of them has go into a folder for each host. Skips files that this machine already has with the same
+    content, and resumes interrupted transfers.
 
         skyfab get 'ckpt/*' --hosts=node1
         skyfab get /var/log/syslog --hosts=gpu --to=logs
@@ -81,13 +81,13 @@ def get(
         known, chosen, silent = found.inventory, tuple(found.in_workdirs()), found.silent
         why = f"run {run} ({found.state}) lists no files that it wrote on other machines"
     else:
-        known, chosen, silent, why = *selected(hosts, inventory), [], "no file was named"
+        known, chosen, silent, why = *selected(hosts, inventory), [], "expected a path, or --run"
     if not path or not chosen:
         raise UsageError(why, hint="skyfab get --help")
     with _pool(known, chosen) as compute:
         _tell(compute.download(path, to=to))
     for host in silent:
-        print(f"{host}: no answer, nothing was fetched from it", file=sys.stderr)
+        print(f"{host}: no response, so nothing was fetched from it", file=sys.stderr)
     return 3 if silent else 0
 
 

@@ -255,13 +255,13 @@ def stop(
     hosts: RunHosts = None,
     inventory: InventoryFile = None,
     all_: Annotated[bool, Option("stop all runs, after a confirmation")] = False,
-    yes: Annotated[bool, Option("do not ask for the confirmation")] = False,
+    yes: Annotated[bool, Option("do not ask for confirmation")] = False,
 ) -> int:
     """Stop detached runs on all their hosts.
 
     Sends SIGTERM to the ranks and their child processes, and SIGKILL two seconds later. Keeps what a run has written.
     A run that has already ended is left as it is. --all lists the runs on all hosts and this machine, or on --hosts,
-    and asks before it stops them. Exits with 3 if a host does not respond, and with 1 if the answer was no.
+    and asks before it stops them. Exits with 3 if a host does not respond, and with 1 if you decline.
 
         skyfab stop 3f2a91c0
         skyfab stop --all
@@ -296,7 +296,7 @@ def _stop_all(hosts: str | None, inventory: str | None, *, yes: bool) -> int:
         if not yes and answer(question, "add --yes").lower() not in ("y", "yes"):
             return 1
     elif not errors:
-        print("no run is running", file=sys.stderr)
+        print("no runs are running", file=sys.stderr)
     for run in running:
         try:
             _stop(run)

@@ -211,7 +211,7 @@ def test_stopping_all_runs_is_confirmed(night: Path, agent: subprocess.Popen[byt
         assert "abcdef01  lost  night" in person.said
     assert agent.wait(10) == -signal.SIGTERM
     ran = piped(night, "stop", "--all", "--yes", "--hosts=here")
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "no run is running\n")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "no runs are running\n")
 
 
 def test_all_runs_are_stopped_where_hosts_answer(folder: Path, night: Path, agent: subprocess.Popen[bytes]) -> None:

@@ -461,7 +461,7 @@ def test_files_of_runs_at_once_are_fetched_from_the_folder_of_each(here: Path, l
     for name in ("day", "night", "night"):
         begun = ran("run", "--hosts=node1", "--detach", f"--name={name}", "beside.py", name)
         is_second = name in ids
-        said = f"still running under the same name: {ids.get(name)}; commands with the name mean {begun.stdout}"
+        said = f"also running under this name: {ids.get(name)}; the name now refers to {begun.stdout}"
         assert (said in begun.stderr) == is_second
         ids[name] = begun.stdout.strip()
         until(lambda begun=begun: "saved" in ran("logs", begun.stdout.strip()).stdout, "the script has written")

@@ -17,7 +17,7 @@ from skyfab.ui.prompt import TERMINAL
 
 R = TypeVar("R")
 
-_QUESTION: Final = "interrupted: [s]top, [d]etach and leave it running, or [c]ontinue?"
+_QUESTION: Final = "interrupted: [s]top, [d]etach and leave it running, or [c]ontinue, then Enter:"
 
 
 def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:

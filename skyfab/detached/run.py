@@ -21,7 +21,7 @@ from skyfab.calls.results import in_order, unpack_result
 from skyfab.detached.folder import Part, State, question
 from skyfab.detached.logs import LogLine, LogReader
 from skyfab.detached.written import event, path_of
-from skyfab.errors import HostLost, HostUnfit, SkyfabError, UsageError, broadcast_error, printable
+from skyfab.errors import HostLost, HostUnfit, SkyfabError, UntrustedResult, UsageError, broadcast_error, printable
 from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory, used_last
 from skyfab.protocol import messages
@@ -302,7 +302,6 @@ class Run(ShownAsTable):
             return _Failed(error)
 
     def _conclude(self, answers: list[tuple[int, Any]]) -> Any:
-        about = self._parts[0].about
         moments = {rank: moment for part in self._parts for rank, moment in part.failures}
         answers.sort(key=lambda answer: answer[0])
         values = [value for _, value in answers]
@@ -310,14 +309,15 @@ class Run(ShownAsTable):
             (moments.get(rank, float("inf")), value.error) for rank, value in answers if isinstance(value, _Failed)
         ]
         failures = [error for _, error in sorted(failed, key=lambda failure: failure[0])]
-        if about.on != "all":
+        failures = [one for one in failures if not isinstance(one, UntrustedResult)] or failures  # a result is not a cause
+        if self._about.on != "all":
             if failures:
                 raise failures[0]
             return values[0]
         if failures:
             results = [value.error if isinstance(value, _Failed) else value for value in values]
             raise broadcast_error(self.function, failures, results)
-        return in_order(values) if about.elastic else values
+        return in_order(values) if self._about.elastic else values
 
     def stop(self) -> None:
         """Terminates its ranks on all hosts and waits until they have ended. Its output is kept."""

@@ -350,6 +350,8 @@ def test_the_first_failure_in_time_comes_first(two: Hosts) -> None:
     assert run.status == "failed"
     with pytest.raises(sky.BroadcastError, match="train failed on 1 of 2 ranks"):
         run.raise_failure()  # of those that answer
+    with pytest.raises(sky.BroadcastError, match="train failed on 1 of 2 ranks"):
+        two.run(results="data").raise_failure()  # what rank 3 returned is a pickle
     two.says["b", "result.2"] = lost("b")
     run.raise_failure()
 

@@ -309,7 +309,7 @@ class Run(ShownAsTable):
             (moments.get(rank, float("inf")), value.error) for rank, value in answers if isinstance(value, _Failed)
         ]
         failures = [error for _, error in sorted(failed, key=lambda failure: failure[0])]
-        failures = [one for one in failures if not isinstance(one, UntrustedResult)] or failures  # a result is not a cause
+        failures = [one for one in failures if not isinstance(one, UntrustedResult)] or failures  # not a cause
         if self._about.on != "all":
             if failures:
                 raise failures[0]

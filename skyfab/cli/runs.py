@@ -198,7 +198,7 @@ def attach(
             found.result() if missing is None else found.raise_failure()
     if missing is not None:
         return 3
-    if state == "done":
+    if state == "done" and not found.function.endswith(".py"):  # a script returns nothing
         print(f'to get the result: skyfab.attach("{found.id[:8]}").result()', file=sys.stderr)
     return 0 if state == "done" else 1
 
@@ -281,6 +281,9 @@ def _stop(run: Run) -> None:
     if run.has_ended:
         print(f"{run.id[:8]} {name} has already ended: {run.state}")
     else:
+        if run.silent and (reached := [host for host in run.hosts if host not in run.silent]):
+            silent = ", ".join(run.silent)
+            print(f"stopping on {', '.join(reached)}; may continue on {silent}: try again later", file=sys.stderr)
         run.stop()
         print(f"{run.id[:8]}  {run.status}  {name}")
 

@@ -431,7 +431,7 @@ def test_ctrl_c_while_commands_are_loaded_is_no_traceback() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "interrupted\n")
 
 
-ASKED = r"interrupted: \[s\]top, \[d\]etach and leave it running, or \[c\]ontinue\?"
+ASKED = r"interrupted: \[s\]top, \[d\]etach and leave it running, or \[c\]ontinue, then Enter:"
 
 
 @pytest.fixture

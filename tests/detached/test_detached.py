@@ -539,8 +539,11 @@ def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
 
 
 @pytest.mark.slow
-def test_with_a_host_down_what_the_others_know_is_shown_soon(namespaces: Lab, hosts: list[sky.Host]) -> None:
+def test_with_a_host_down_what_the_others_know_is_shown_soon(
+    namespaces: Lab, hosts: list[sky.Host], spot: Spot
+) -> None:
     """A host that is down was waited for 10 s at each login, twice, and then nothing was shown."""
+    waits = launch(hosts, count(2, spot / "never"), name="waits")
     run = launch(hosts, count(1), name="half")
     run.result(170)
     short = run.id[:8]
@@ -552,6 +555,7 @@ def test_with_a_host_down_what_the_others_know_is_shown_soon(namespaces: Lab, ho
             (["logs", short], "line 0 of rank 0", "error: node2"),
             (["attach", short], "line 0 of rank 0", "half: done\n.*(\n.*)*error: node2"),
             (["stop", short], "", "error: node2"),
+            (["stop", "waits"], "", "stopping on node1; may continue on node2: try again later\n(.*\n)*error: node2"),
             (["top", "--once"], f"{short} +done", ""),
         ):
             began = time.monotonic()
@@ -566,6 +570,9 @@ def test_with_a_host_down_what_the_others_know_is_shown_soon(namespaces: Lab, ho
     finally:
         namespaces.hosts[1].restore()
     assert (run.status, run.silent) == ("done", [])
+    waits.look()
+    assert [part.state for part in waits.parts] == ["stopped", "running"]
+    waits.stop()
 
 
 def test_a_command_about_a_run_logs_in_once(hosts: list[sky.Host], namespaces: Lab) -> None:

@@ -122,7 +122,7 @@ def test_a_shell_that_prints_for_ever_is_not_waited_for(wire: Wire, shell: Shell
 
 def test_a_host_that_does_not_answer(wire: Wire, shell: Shell, deadline: Deadline) -> None:
     deadline.deadline = time.monotonic() + 0.3
-    with pytest.raises(Unreachable, match="no answer in time") as caught:
+    with pytest.raises(Unreachable, match="no response in time") as caught:
         shell.answer()
     assert caught.value.host == "node1"
     assert "10.0.0.1" in str(caught.value.hint)

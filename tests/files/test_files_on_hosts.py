@@ -481,6 +481,26 @@ def test_files_of_runs_at_once_are_fetched_from_the_folder_of_each(here: Path, l
 
 
 @pytest.mark.slow
+def test_a_run_beside_another_one_has_what_was_sent_for_it(here: Path, listed: Path) -> None:
+    """The folder of the pool that has launched it is its own: nothing is copied a second time."""
+    (here / "look.py").write_text(
+        "import os, time\nprint(open('config').read(), os.getcwd(), flush=True)\n"
+        "while not os.path.exists('end'):\n    time.sleep(0.05)\n"
+    )
+    folders = {}
+    for config in ("first", "second", "third"):
+        (here / "config").write_text(config)
+        begun = skyfab(here, "run", "--hosts=node1", "--detach", "--sync", "look.py", inventory=listed)
+        assert begun.returncode == 0, begun.stderr
+        until(lambda: config in skyfab(here, "logs", begun.stdout.strip(), inventory=listed).stdout, config)  # noqa: B023
+        folders[config] = skyfab(here, "logs", begun.stdout.strip(), inventory=listed).stdout.split()[-1]
+    assert len(set(folders.values())) == 3
+    found = skyfab(here, "exec", "node1", "--", "ls -d $PWD $PWD.*", inventory=listed).stdout
+    assert [line.split()[-1] for line in found.splitlines()] == sorted(folders.values())
+    assert skyfab(here, "stop", "--all", "--yes", "--hosts=node1", inventory=listed).returncode == 0
+
+
+@pytest.mark.slow
 def test_a_run_that_is_not_found_may_be_of_the_inventory_that_was_used_last(
     here: Path, tmp_path: Path, listed: Path
 ) -> None:

@@ -73,9 +73,8 @@ class Handlers:
     def on_spawn(self, stream: int, message: messages.Spawn, head: bytes, data: Data) -> None:
         listener = self._ports.hand_over(message.port)
         try:
-            origin = place(message.workdir, self._cache)
-            name = self._written.claim(message.workdir, message.owner, self._cache)
-            folder = place(name, self._cache)
+            name, begun = self._written.claim(message.workdir, message.owner, self._cache)
+            folder, origin = place(name, self._cache), place(begun, self._cache)
             included = self._store.included(message.tree) if message.include else ""
             if folder:
                 self._written.begin(name, folder, included, reported=message.reported)
@@ -162,7 +161,7 @@ class Handlers:
             raise ProtocolError(f"not the name of a run: {message.run!r:.80}")
         if self.record is not None:
             raise ProtocolError("this agent already has a run")
-        workdir = self._written.claim(message.about.get("workdir", ""), message.owner, self._cache)
+        workdir, _ = self._written.claim(message.about.get("workdir", ""), message.owner, self._cache)
         about = {**message.about, "workdir": workdir}
         self.record = RunFolder(os.path.join(self._cache, "runs", message.run), about, self._mux)
         self._workers.keep_in(self.record)

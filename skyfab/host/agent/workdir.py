@@ -185,27 +185,31 @@ class Written:
         """For each working folder, by the client's name: its path, since when, and the folders of included files."""
         self._noted: set[tuple[str, str]] = set()
         self._note = -1
-        self._claimed: dict[str, str] = {}
+        self._claimed: dict[str, tuple[str, str]] = {}
 
-    def claim(self, workdir: str, owner: str, cache: str) -> str:
+    def claim(self, workdir: str, owner: str, cache: str) -> tuple[str, str]:
         """The name of the folder that a pool or run works in: the project's, or its own while another one uses that.
 
+        Also the name of the one that its own begins as a copy of. For a run, that of the pool that has launched it
+        takes the place of the project's: what was sent for the run is there.
         Those are related of which one has launched the other. Without an owner, a process only looks at or adds files.
         A path that the user has named is that folder, whoever uses it.
         """
         if not owner or not workdir or workdir.startswith(("/", "~")) or workdir in self._claimed:
-            return self._claimed.get(workdir, workdir)
+            return self._claimed.get(workdir, (workdir, workdir))
         own, folder = own_name(workdir, owner), os.path.join(cache, "files")
-        name = workdir
+        launcher = own_name(workdir, owner.rpartition(".")[0])
+        origin = launcher if os.path.isdir(os.path.join(folder, launcher)) else workdir
+        name = origin
         with contextlib.suppress(OSError):  # a file system without locks
             os.makedirs(folder, mode=0o700, exist_ok=True)
             with open(os.path.join(folder, ".lock"), "w") as guard:
                 fcntl.flock(guard, fcntl.LOCK_EX)
-                if os.path.isdir(os.path.join(folder, own)) or _is_used(workdir, owner, cache):
+                if os.path.isdir(os.path.join(folder, own)) or _is_used(origin, owner, cache):
                     name = own
                 self._hold(name, owner)
-        self._claimed[workdir] = name
-        return name
+        self._claimed[workdir] = (name, origin)
+        return name, origin
 
     def _hold(self, name: str, owner: str = "") -> None:
         """Notes in the run folder who uses a working folder. The note is locked while this agent lives."""

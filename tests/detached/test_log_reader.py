@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_run import Hosts, Several, lines, lost
+from stage.run_hosts import Hosts, Several, lines, lost
 
 from skyfab.detached.logs import LogReader
 from skyfab.session.ask import Asker

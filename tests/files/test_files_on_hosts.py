@@ -514,13 +514,13 @@ def test_a_run_that_is_not_found_may_be_of_the_inventory_that_was_used_last(
         assert none.stderr.endswith(f"hint: the last run used another inventory: {typed}"), none.stderr
     named = skyfab(here, "logs", "nobody", inventory=listed)
     assert named.stderr.endswith("hint: to list them: skyfab runs\n"), "it is this inventory"
-    cache = str(tmp_path / "cache")
-    assert skyfab(here, "runs", XDG_CACHE_HOME=cache).stderr.endswith("skyfab runs --inventory=FILE\n")
+    fresh = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}  # other tests leave runs on this machine
+    assert skyfab(here, "runs", **fresh).stderr.endswith("skyfab runs --inventory=FILE\n")
     (tmp_path / "cache" / "skyfab").mkdir(parents=True, exist_ok=True)
     (tmp_path / "cache" / "skyfab" / "last-inventory").write_text(str(listed))
-    assert skyfab(here, "runs", XDG_CACHE_HOME=cache).stderr.endswith(typed)
+    assert skyfab(here, "runs", **fresh).stderr.endswith(typed)
     listed.unlink()
-    assert skyfab(here, "runs", XDG_CACHE_HOME=cache).stderr.endswith("skyfab runs --inventory=FILE\n")
+    assert skyfab(here, "runs", **fresh).stderr.endswith("skyfab runs --inventory=FILE\n")
 
 
 def test_a_failed_run_that_wrote_nothing_says_why_it_failed(here: Path, listed: Path) -> None:

@@ -196,7 +196,7 @@ def _first(hosts: tuple[Host, ...], nodes: int | None) -> tuple[Host, ...]:
     if type(nodes) is not int or nodes < 1:
         raise UsageError(f"nodes must be 1 or more, not {nodes!r}", hint="omit it to use all hosts")
     if nodes > len(hosts):
-        raise UsageError(f"nodes={nodes}, but {len(hosts)} hosts are selected", hint="select more hosts")
+        raise UsageError(f"nodes={nodes}, but only {counted(len(hosts), 'host')} selected", hint="select more hosts")
     return hosts[:nodes]
 
 

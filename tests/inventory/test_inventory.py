@@ -410,7 +410,7 @@ def test_nodes_limits_the_selection(cluster: Inventory) -> None:
 @pytest.mark.parametrize(
     ("nodes", "message"),
     [
-        (4, "nodes=4, but 3 hosts are selected"),
+        (4, "nodes=4, but only 3 hosts selected"),
         (0, "1 or more, not 0"),
         (-1, "not -1"),
         (True, "not True"),

@@ -97,7 +97,7 @@ class Recovery:
         self._on_recovered(node, accept)
         self._events.emit(HostState(host=node.name, state="ready", detail="rejoined the pool"))
         before.close()
-        with contextlib.suppress(SkyfabError):  # the old agent may be unreachable; it exits after its lease
+        with contextlib.suppress(SkyfabError, OSError):  # the old agent may be unreachable; it exits after its lease
             before.end_agent(stopped=self._over.is_set)
 
 

@@ -199,3 +199,18 @@ def test_a_session_that_is_made_while_the_pool_closes_is_not_opened(node: LostNo
     until(lambda: not threads())
     assert len(node.made) == 1
     assert node.lost is GONE
+
+
+def test_the_agent_before_may_end_by_itself_meanwhile(node: LostNode, begin: Begin) -> None:
+    """An exception that is not handled in a thread fails a test."""
+    asked = threading.Event()
+
+    def end(stopped: Callable[[], bool]) -> None:
+        asked.set()
+        raise BrokenPipeError
+
+    node.session.end_agent = end
+    home = begin(lambda _, accept: accept())
+    home.expect(node, GONE)  # type: ignore[arg-type]
+    assert asked.wait(30)
+    until(lambda: not threads())

@@ -364,7 +364,9 @@ def test_several_ids_that_begin_alike(several: Hosts) -> None:
         sky.attach("cccc", several.hosts)
 
 
-def test_no_such_run(several: Hosts) -> None:
+def test_no_such_run(several: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # hints name the inventory that other tests have used last
+
     def message(typed: str, **options: Any) -> tuple[str, str | None]:
         with pytest.raises(sky.UsageError) as raised:
             sky.attach(typed, **options)

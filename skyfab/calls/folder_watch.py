@@ -60,7 +60,7 @@ class Changes:
         return self._fd >= 0 and bool(self._ask(0))
 
     def forget(self) -> None:
-        """The folders are about to be read: what has changed until now is of no interest."""
+        """Called before the folders are read: only later changes count."""
         with contextlib.suppress(BlockingIOError):
             while self._fd >= 0 and os.read(self._fd, 65536):
                 pass

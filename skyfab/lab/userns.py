@@ -33,7 +33,7 @@ ENTER: Final = (
 """The prefix of a command that is to run in a new user namespace."""
 HOLDER, PORTS = "holder.pid", "ports.json"
 """In the folder of a lab: its holder, and the ports of 127.0.0.1 that lead to the hosts."""
-LIMITS = ("Of a host's files, `host.path` can read those that its users root or others may read.",)
+LIMITS = ("`host.path` can read only those files of a host that belong to its root, or that everyone may read.",)
 _CALL = "import pickle, sys; function, words, options = pickle.load(sys.stdin.buffer); function(*words, **options)"
 
 

@@ -517,7 +517,7 @@ def test_an_ordinary_user_has_namespace_hosts_in_a_user_namespace(nested: Lab) -
     finally:
         for table in ("subuid", "subgid"):
             host.path(f"/etc/{table}").write_text("")
-    assert said[0].startswith("namespace Of a host's files, ")
+    assert said[0].startswith("namespace `host.path` can read only those files of a host that ")
     assert said[1] == "node1 root@127.0.0.1"
     assert said[2:4] == ["eve", "node1"]
     assert said[4] == "['sshd: /usr/sbin/sshd -D -e [listener] 0 of 10-100 startups']"

@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "inventory": "errors _util",
     "providers": "errors _util inventory",
     "calls": "errors _util context protocol inventory files",
-    "plugins": "errors context protocol inventory calls host",  # elastic ranks load functions as workers do
+    "engines": "errors _util context protocol inventory calls",  # a pool is given to them
+    "plugins": "errors context protocol inventory calls host engines",  # elastic ranks load functions as workers do
     "ui": "errors _util",
     "ssh": "errors _util protocol inventory ui",  # logins may ask the user
     "session": "errors _util protocol inventory ui ssh host",
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "env": "errors _util protocol host inventory calls ssh session",
     "device": "errors _util context protocol host",
     "pool": "errors _util context protocol inventory calls plugins ssh session detached env ui device files host"
-    " inspect providers",
+    " inspect providers engines",
     "inspect.doctor": "errors _util protocol inventory calls session env ui host pool",
     "inspect.top": "errors _util inventory calls session detached ui host pool",
     "demo": "context",

@@ -53,9 +53,9 @@ if TYPE_CHECKING:
     from skyfab.providers.vagrant import Vagrant as Vagrant
 
 _ERRORS = """
-    AuthenticationRefused BroadcastError CallCancelled CallError CallTimeout DeviceError HostError HostKeyRefused
-    HostLost HostUnfit InventoryError NotPicklable PeersUnreachable PoolError ProtocolError RemoteError RemoteTraceback
-    SkyfabError UnknownHost Unreachable UntrustedResult UsageError WorkerDied
+    ActorLost AuthenticationRefused BroadcastError CallCancelled CallError CallTimeout DeviceError HostError
+    HostKeyRefused HostLost HostUnfit InventoryError NotPicklable PeersUnreachable PoolError ProtocolError RemoteError
+    RemoteTraceback SkyfabError UnknownHost Unreachable UntrustedResult UsageError WorkerDied
 """
 _HOMES = {
     "errors": tuple(_ERRORS.split()),

@@ -18,6 +18,7 @@
     ├── NotPicklable (TypeError)             an argument, a function or a result cannot be pickled
     ├── CallError                            a call ended with neither a result nor its own exception
     │   ├── WorkerDied                       its process ended: exit code or signal
+    │   │   └── ActorLost                    the process of an actor ended, and its state with it
     │   ├── DeviceError (RuntimeError)       an operation on a remote device failed
     │   ├── RemoteError                      its exception could not be pickled; has its type and text
     │   ├── UntrustedResult                  it returned more than the plain data that results="data" allows
@@ -188,6 +189,10 @@ class WorkerDied(CallError):
         super().__init__(message, **place)
         self.exitcode = exitcode
         """As in `subprocess`: a negative value is the signal number."""
+
+
+class ActorLost(WorkerDied):
+    """The process of an actor has ended, and with it the actor's state."""
 
 
 class DeviceError(CallError, RuntimeError):

@@ -17,6 +17,7 @@ import skyfab
 from skyfab import errors
 
 NAMES = [
+    "ActorLost",
     "AuthenticationRefused",
     "BroadcastError",
     "Call",

@@ -38,6 +38,7 @@ from skyfab.files.transfer import Report
 from skyfab.inventory.host import MOST_SLOTS, Host
 from skyfab.inventory.inventory import Inventory, note_used
 from skyfab.plugins.base import Plugin
+from skyfab.pool.actor import Actors, Handle, made_by
 from skyfab.pool.broadcast import Broadcasts
 from skyfab.pool.detach import Detacher
 from skyfab.pool.devices import DeviceCall, Devices
@@ -173,6 +174,7 @@ class Compute(ShownAsTable):
         self._nodes = Nodes(self._images, Workdirs(workdir), timing, self.events, self._scheduler, self._sync)
         self._broadcasts = Broadcasts(self._images, ranks, self._nodes.job, timing, self.events, untrusted=untrusted)
         self._devices = Devices(self._nodes.solo_spec, self._images.plugins, self.events, untrusted=untrusted)
+        self._actors = Actors(self._nodes.solo_spec, self._images.plugins, untrusted=untrusted)
         self.files = Files(self._nodes.solo_spec, self.events)
         self._forwards = Forwards(self.events)
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()
@@ -276,6 +278,7 @@ class Compute(ShownAsTable):
     def _stop(self) -> None:
         self._forwards.close()
         self._devices.close()
+        self._actors.close()
         self._scheduler.fail_all()
         self._broadcasts.close()
         close_all(self.hosts)
@@ -445,6 +448,22 @@ class Compute(ShownAsTable):
         made = MapCall(self._scheduler, packed, calls, timeout=timeout, errors=errors, progress=progress)
         with SIGNAL_GUARD:
             return wait_for(made.start(), self.hosts, self.events.waiting)
+
+    def actor(
+        self, kind: Callable[..., Any], /, *args: Any, on: str = "one", gpus: int = 0, restarts: int = 0, **kwargs: Any
+    ) -> Handle:
+        """Makes ``kind(*args, **kwargs)`` in a process of its own on a host; the handle calls its methods there.
+
+        ``handle.method(x)`` waits, ``handle.method.submit(x)`` returns a future; calls run in the order of their
+        submission. `on` is a host, "head", or "one" for the one with the fewest actors. The process has `gpus` GPUs for
+        itself. If it ends, calls raise ActorLost; `restarts` is how often the object is made again (docs/actors.md).
+        Raises what making the object raises.
+        """
+        self._check_open()
+        nodes = self.hosts if on == "one" else [named(self.hosts, on)]
+        label = getattr(kind, "__qualname__", repr(kind))
+        made = made_by(kind, args, kwargs)
+        return self._actors.make(made, nodes, self._sync_tree, label=label, gpus=gpus, restarts=restarts)
 
     def put(self, obj: T) -> Ref[T]:
         """Returns a reference to pass to calls instead of `obj`, which is then sent to each host only once.

@@ -39,8 +39,9 @@ if TYPE_CHECKING:
 
 _TEXT = 16 * 1024
 _COROUTINE = types.CoroutineType
-_OURS = (__file__, os.path.join(os.path.dirname(os.path.dirname(__file__)), "device", ""))
-"""Files whose frames come before the user's: this one, and those of device workers."""
+_HERE = os.path.dirname(__file__)
+_OURS = (__file__, os.path.join(_HERE, "actors.py"), os.path.join(os.path.dirname(_HERE), "device", ""))
+"""Files whose frames come before the user's: this one, that of actors, and those of device workers."""
 
 
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
@@ -306,24 +307,7 @@ class Worker:
 
     def _raised(self, stream: int, error: BaseException) -> None:
         self._examine(error)
-        text = _trace(error)
-        kind = f"{type(error).__module__}.{type(error).__qualname__}"
-        try:
-            said = str(error)
-        except Exception:
-            said = "<its str() failed>"
-        payload = None
-        if isinstance(error, Exception):
-            with contextlib.suppress(Exception):
-                payload = self._codec.dumps_exception(error)
-        message = messages.Raised(
-            parts=_sizes(payload) if payload else (),
-            kind=_cut(kind),
-            text=_cut(said),
-            traceback=_cut(text),
-            item=self._item,
-            plain=self._plain,
-        )
+        message, payload = describe(error, self._codec, item=self._item, plain=self._plain)
         self._item = None
         self._answer(stream, message.encode(), payload)
 
@@ -369,6 +353,22 @@ class Worker:
                 sent -= len(pending.pop(0))
             if pending:
                 pending[0] = memoryview(pending[0])[sent:]
+
+
+def describe(error: BaseException, encoding: Any, **about: Any) -> tuple[messages.Raised, codec.Payload | None]:
+    """The reply to a call that raised, and the encoded exception if it can be encoded."""
+    text = _trace(error)
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    try:
+        said = str(error)
+    except Exception:
+        said = "<its str() failed>"
+    payload = None
+    if isinstance(error, Exception):
+        with contextlib.suppress(Exception):
+            payload = encoding.dumps_exception(error)
+    parts = _sizes(payload) if payload else ()
+    return messages.Raised(parts=parts, kind=_cut(kind), text=_cut(said), traceback=_cut(text), **about), payload
 
 
 def load_function(load: Callable[[], Any], plugins: Sequence[Any]) -> Any:

@@ -1,0 +1,177 @@
+"""Actors: state in a process of its own, order, errors, losses."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from concurrent.futures import wait
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+
+
+class Account:
+    def __init__(self, balance: int = 0) -> None:
+        if balance < 0:
+            raise ValueError("no debts")
+        self.balance = balance
+        self.seen: list[int] = []
+
+    def add(self, amount: int = 1, *, twice: bool = False) -> int:
+        self.balance += 2 * amount if twice else amount
+        return self.balance
+
+    def note(self, number: int) -> None:
+        self.seen.append(number)
+
+    def all_seen(self) -> list[int]:
+        return self.seen
+
+    def fail_at(self, number: int, bad: int) -> int:
+        if number == bad:
+            raise LookupError(f"{number} is bad")
+        return number
+
+    def pid(self) -> int:
+        return os.getpid()
+
+    def die(self) -> None:
+        os._exit(3)
+
+    async def later(self, value: int) -> int:
+        return value + 1
+
+    def gpus(self) -> str | None:
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    def lock(self) -> Any:
+        return threading.Lock()
+
+
+@pytest.fixture(scope="module")
+def compute() -> Iterator[sky.Compute]:
+    with sky.Compute("local", ui="none") as pool:
+        yield pool
+
+
+def test_an_actor_keeps_its_state_in_a_process_of_its_own(compute: sky.Compute) -> None:
+    with compute.actor(Account, 5) as account, compute.actor(Account) as other:
+        assert account.add() == 6
+        assert account.add(2, twice=True) == 10
+        assert other.add() == 1
+        assert len({account.pid(), other.pid(), os.getpid()}) == 3
+        assert account.later(1) == 2
+
+
+def test_calls_run_in_the_order_of_their_submission(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account:
+        futures = []
+        for number in range(3000):
+            futures.append(account.note.submit(number))
+            if number % 500 == 0:
+                futures.append(account.add.submit())
+        assert account.all_seen() == list(range(3000))
+        assert all(future.done() for future in futures)
+
+
+def test_each_of_many_calls_has_its_own_outcome(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account:
+        wait(futures := [account.fail_at.submit(number, 700) for number in range(1500)])
+        error = futures[700].exception()
+        assert isinstance(error, LookupError)
+        assert isinstance(error.__cause__, sky.RemoteTraceback)
+        assert "in fail_at" in error.__cause__.text
+        assert "agent/actors.py" not in error.__cause__.text
+        assert [future.result() for future in futures if future is not futures[700]] == [
+            number for number in range(1500) if number != 700
+        ]
+
+
+def test_results_that_cannot_be_pickled_are_errors_of_their_calls(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account:
+        with pytest.raises(sky.NotPicklable):
+            account.lock()
+        wait(futures := [account.lock.submit() for _ in range(50)])
+        assert {type(future.exception()).__name__ for future in futures} <= {"NotPicklable", "TypeError"}
+        assert account.add() == 1
+
+
+def test_what_the_constructor_raises_is_raised_here(compute: sky.Compute) -> None:
+    with pytest.raises(ValueError, match="no debts") as raised:
+        compute.actor(Account, -1)
+    assert isinstance(raised.value.__cause__, sky.RemoteTraceback)
+    with pytest.raises(TypeError, match="not a class"):
+        compute.actor("Account")  # type: ignore[arg-type]
+    with pytest.raises(sky.UsageError, match="restarts"):
+        compute.actor(Account, restarts=-1)
+
+
+def test_an_attribute_that_is_not_a_method_is_an_error(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account:
+        with pytest.raises(TypeError, match="add a method that returns it"):
+            account.balance()
+        with pytest.raises(AttributeError):
+            account.missing()
+
+
+def test_an_actor_whose_process_ends_is_lost(compute: sky.Compute) -> None:
+    account = compute.actor(Account)
+    with pytest.raises(sky.ActorLost, match="exit code 3"):
+        account.die()
+    with pytest.raises(sky.ActorLost, match="restarts=N"):
+        account.add()
+    with pytest.raises(sky.ActorLost):
+        account.add.submit().result()
+
+
+def test_an_actor_is_made_again_as_often_as_it_may(compute: sky.Compute) -> None:
+    with compute.actor(Account, 7, restarts=1) as account:
+        assert account.add() == 8
+        lost = [account.die.submit(), account.add.submit()]
+        wait(lost)
+        assert all(isinstance(future.exception(), sky.ActorLost) for future in lost)
+        assert account.add() == 8
+        with pytest.raises(sky.ActorLost):
+            account.die()
+        with pytest.raises(sky.ActorLost):
+            account.add()
+
+
+def test_a_dictionary_on_a_host(compute: sky.Compute) -> None:
+    with compute.actor(dict, {"a": 1}) as shared:
+        shared["b"] = 2
+        del shared["a"]
+        assert (shared["b"], "b" in shared, "a" in shared, len(shared)) == (2, True, False, 1)
+        assert shared.setdefault("c", 3) == 3
+
+
+def test_calls_from_many_threads(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account:
+        threads = [threading.Thread(target=lambda: [account.add() for _ in range(50)]) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert account.add(0) == 400
+
+
+def test_a_handle_is_useless_after_its_pool() -> None:
+    with sky.Compute("local", ui="none") as pool:
+        account = pool.actor(Account)
+    with pytest.raises(sky.UsageError, match="has ended"):
+        account.add()
+
+
+def test_gpus_are_given_to_one_actor_at_a_time() -> None:
+    host = sky.Host(name="box", transport="local", gpus=(0, 1))
+    with sky.Compute([host], ui="none") as pool:
+        first, second = pool.actor(Account, gpus=1), pool.actor(Account, gpus=1)
+        assert [first.gpus(), second.gpus()] == ["0", "1"]
+        with pytest.raises(sky.UsageError, match="1 free GPU"):
+            pool.actor(Account, gpus=1)
+        with first:
+            pass
+        assert pool.actor(Account, gpus=1).gpus() == "0"

@@ -6,7 +6,6 @@ order, and may wait for each other: so the copies of a program have one order, a
 
 from __future__ import annotations
 
-import datetime
 import itertools
 import threading
 import weakref
@@ -15,6 +14,7 @@ from typing import Final
 
 import torch
 
+from skyfab._util.certificate import new_certificate
 from skyfab.device.arguments import is_recorded
 from skyfab.device.stream import DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, new_id, operand, stream_of
@@ -74,7 +74,7 @@ def copy(channel: int, target: torch.Tensor, source: torch.Tensor, *, is_new: bo
 
 def _connect(*pair: DeviceStream) -> int:
     """Makes a channel between two devices. Each may be the one that the other can connect to."""
-    made = _certificate()
+    made = new_certificate()
     if made is None:
         return 0
     first, second = sorted(pair, key=lambda stream: stream.index)
@@ -106,25 +106,3 @@ def _forget(channel: int, *pair: DeviceStream) -> None:
     for stream in pair:
         stream.broken.discard(channel)
         stream.freed.append(channel)
-
-
-def _certificate() -> tuple[str, str] | None:
-    """A new certificate and its key, for both ends of one channel; None where this program has no `cryptography`."""
-    try:
-        from cryptography import x509
-        from cryptography.hazmat.primitives import hashes, serialization
-        from cryptography.hazmat.primitives.asymmetric import ec
-    except ImportError:
-        return None
-    key = ec.generate_private_key(ec.SECP256R1())
-    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "skyfab")])
-    made = (
-        x509.CertificateBuilder(name, name, key.public_key(), x509.random_serial_number())
-        .not_valid_before(datetime.datetime(2000, 1, 1))  # clocks of hosts may be wrong
-        .not_valid_after(datetime.datetime(9999, 12, 31))
-        .add_extension(x509.BasicConstraints(ca=False, path_length=None), critical=True)
-        .sign(key, hashes.SHA256())
-    )
-    pem = serialization.Encoding.PEM
-    plain = key.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-    return made.public_bytes(pem).decode(), plain.decode()

@@ -47,14 +47,18 @@ class RendezvousFinder:
 
     def arrange(self, nodes: Sequence[Node]) -> Rendezvous:
         """A rendezvous for a gang. If the network is "needed", raises PeersUnreachable, or a PoolError with several."""
+        head, addresses = nodes[0], self.addresses(nodes)
+        return Rendezvous(_port(head, head.session.ask(Listen(address=addresses[0].address))), addresses)
+
+    def addresses(self, nodes: Sequence[Node]) -> tuple[Address, ...]:
+        """For each node, the address that the others use. Raises as `arrange` does."""
         known = [self._known.get(node.session) for node in nodes]
         addresses = [one for one in known if one is not None]
         if len(addresses) < len(nodes):
             addresses = self._choose(nodes)
             for node, address in zip(nodes, addresses, strict=True):
                 self._known[node.session] = address
-        head = nodes[0]
-        return Rendezvous(_port(head, head.session.ask(Listen(address=addresses[0].address))), tuple(addresses))
+        return tuple(addresses)
 
     def _choose(self, nodes: Sequence[Node]) -> list[Address]:
         candidates = Candidates(nodes)

@@ -20,6 +20,7 @@ from stage.spot import until
 from stage.threads import at_once
 
 import skyfab as sky
+from skyfab._util.certificate import new_certificate
 from skyfab.host.device import p2p_tls
 from skyfab.host.device.p2p_tls import ChannelBroken, NotSent, TensorChannel
 from skyfab.lab import Lab
@@ -416,9 +417,7 @@ def test_without_cryptography_copies_come_through_here(
 
 
 def certificate() -> tuple[str, str]:
-    from skyfab.device import p2p_client
-
-    made = p2p_client._certificate()
+    made = new_certificate()
     assert made is not None
     return made
 
@@ -542,7 +541,7 @@ def test_nothing_listens_and_no_key_is_left(
     p2p_client._channels.clear()
     first, second = linked
     with monkeypatch.context() as patched:
-        patched.setattr(p2p_client, "_certificate", lambda: made)
+        patched.setattr(p2p_client, "new_certificate", lambda: made)
         same(torch.ones(3, device=first).to(second), torch.ones(3))
     folders = ["/tmp", "/root", "/home", "/run", "/dev/shm", "/var/tmp"]
     for device, host in zip(linked, remote_pool.hosts, strict=True):

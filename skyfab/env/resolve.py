@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -67,6 +68,10 @@ _ANY_BUILD = {"UV_TORCH_BACKEND": ""}
 """Resolves without PyTorch's own indexes."""
 _FOR_GPUS = re.compile(r"nvidia-|cuda-|triton$|pytorch-triton")
 """Names of packages that a torch for GPUs requires."""
+OLDER = "older than the newest version: "
+_UNFIT = r"(?<![\w.-]){}[=<>]\S+ (?:has no wheels with a matching [\w ]+\b|requires Python [^\s,]+)"
+_HELD = rf"(?:all versions of )?(?<![\w.-])(?!{_PROJECT})[\w.-]+(?:[=<>]\S+)? depends? on {{}}[<=!~]\S*[^\s.,]"
+"""uv's reasons against newer versions of a package, other than what the user has requested."""
 _BUILDS = 8
 """Versions of torch that are tried from each index."""
 
@@ -149,14 +154,18 @@ class Resolver:
         self.target = request.target
         self.environ = uv.environment()
         self.refresh = refresh
+        self._again: partial[str]
+        """Repeats the last resolution."""
 
     def run(self) -> str:
         """Returns the pylock.toml. Raises LockError with uv's reason."""
         try:
-            return self._torch()
+            text = self._torch()
+            return text + self._older(text)
         except UvFailed as failed:
             request, why = self.request, str(failed).replace(_PROJECT, "your image")
-            wanted = uv.redact(", ".join(request.pip))
+            blamed = [text for text in request.pip if _is_in(canonicalize_name(requirement(text).name), why)]
+            wanted = uv.redact(", ".join(blamed or request.pip))
             where = f"Python {self.target.python} on {uv.described(self.target)}"
             if request.torch and re.search(r"\btorch\b", why):
                 where += f", with torch {request.torch} as on other hosts"
@@ -210,6 +219,7 @@ class Resolver:
                     builds = [name for name in scope.packages if name in packages]
                     wrong = [name for name in builds if not self._suits(name, packages, large=large)]
                     if not wrong:
+                        self._again = alone._again
                         return text
                     if "+" not in packages.get("torch", ""):
                         break  # an index such as PyPI: older versions are built for the same devices
@@ -266,9 +276,10 @@ class Resolver:
                 text = self._compile(also=needed, **how)
                 more = (hidden - needed) & _names(text)
                 if not more:
+                    self._again = partial(self._compile, also=needed, **how)
                     return text
             except UvFailed as failed:
-                more = {name for name in hidden - needed if re.search(rf"(?<![\w-]){name}(?![\w-])", str(failed))}
+                more = {name for name in hidden - needed if _is_in(name, str(failed))}
                 if not more:
                     raise
             needed |= more
@@ -287,6 +298,25 @@ class Resolver:
             reached |= more
         return reached
 
+    def _older(self, text: str) -> str:
+        """A comment that names the requested packages of which there is a newer version, and why it was not chosen.
+
+        uv has the reason: it is asked for a newer version beside those of the other packages, from its cache alone.
+        """
+        chosen = {one["name"]: one.get("version", "") for one in toml.loads(text).get("packages", [])}
+        how, found = self._again.keywords, []
+        for name in sorted(self.request.names & chosen.keys()) if not self.request.pins.constraints else ():
+            newer = f"{name}>{chosen[name].partition('+')[0]}"
+            pins = [f"{other}=={version}" for other, version in chosen.items() if version and other != name]
+            pins += how.get("constraints", ())
+            try:
+                self._again(also=how["also"] | {newer}, constraints=pins, offline=True)
+            except UvFailed as failed:
+                said = " ".join(str(failed).split())
+                whys = re.findall(_UNFIT.format(name), said)[-1:] or re.findall(_HELD.format(name), said)[:1]
+                found += [f"{name} {chosen[name]} ({why})" for why in whys]
+        return f"# {OLDER}{', '.join(found)}\n" if found else ""
+
     # uv pip compile
 
     def _compile(
@@ -297,12 +327,13 @@ class Resolver:
         options: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
         form: str = "pylock.toml",
+        offline: bool = False,
     ) -> str:
         request = self.request
         fixed = ["--format", form, "--no-header", "--python", sys.executable]
         fixed += ["--python-version", self.target.python, "--python-platform", uv.platform_of(self.target)]
         fixed += ["--generate-hashes"] if form == "pylock.toml" else ["--annotation-style", "split"]
-        fixed += ["--refresh"] if self.refresh else []
+        fixed += ["--offline"] if offline else ["--refresh"] if self.refresh else []
         limits = [*constraints, *request.pins.constraints, *([f"torch=={request.torch}"] if request.torch else [])]
         lines = ["[project]", f'name = "{_PROJECT}"', 'version = "0"']
         lines += [f"dependencies = {toml.dumps([*request.pip, *sorted(also)])}"]
@@ -345,6 +376,11 @@ def requirement(text: str) -> Requirement:
             f"{HINTS.image('pip')}: not a valid requirement: {uv.redact(text)!r}",
             hint='write a name with versions, such as "numpy>=2", or "name @ https://…/name-1.0-py3-none-any.whl"',
         ) from None
+
+
+def _is_in(name: str, said: str) -> bool:
+    """Whether uv's words are about this package."""
+    return re.search(rf"(?<![\w-]){name}(?![\w-])", said) is not None
 
 
 def _names(text: str) -> set[str]:

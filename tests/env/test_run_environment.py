@@ -79,6 +79,16 @@ def test_a_line_names_what_was_built_from_source(run: Run, app: Path, index: Ind
     assert "node1: built from source on this machine: stone 2.0\n" in ran.stderr
 
 
+def test_a_line_names_what_is_older_than_the_newest_and_why(run: Run, app: Path, index: Index) -> None:
+    for version, options in (("1.0", {}), ("2.0", {"python": ">=3.99"})):
+        index.add("lamp", version, **options)
+        index.add("bulb", version)
+    write(app / "train.py", "import lamp\n")
+    ran = run("--pip=lamp,bulb", "train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert "node1: older than the newest version: lamp 1.0 (lamp==2.0 requires Python >=3.99)\n" in ran.stderr
+
+
 BOARD = """
 import argparse, http.server
 

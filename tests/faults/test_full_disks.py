@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import errands
 import pytest
 from cable import restore, silence
+from model import is_all_but_noted
 from stage.spot import Spot
 from stage.threads import begin
 
@@ -129,6 +130,58 @@ def test_more_output_than_the_disk_has_room_for_while_nobody_listens(
     count = future.result(170)
     assert spoken == list(range(count))
     works(pool, spot)
+
+
+@sky.function
+def count_until(stop: str) -> int:
+    from pathlib import Path
+
+    number = 0
+    while not Path(stop).exists():
+        print(f"line {number}", flush=True)
+        number += 1
+        time.sleep(0.001)
+    return number
+
+
+def test_a_detached_run_on_a_full_disk_says_in_its_log_what_is_missing(
+    small: LabHost, hosts_of: Callable[..., list[sky.Host]], spot: Spot
+) -> None:
+    """How much it is, and where; what comes later, with room again, is complete."""
+    (host,) = hosts_of("openssh", 1, cache=f"{PLACE}/cache")
+    with sky.Compute([host], ui="none") as pool:
+        run = pool.launch(count_until(spot / "enough"))
+    wait_for(lambda: "line 500" in lines_of(run))
+    fill(small)
+    seen = wait_for_silence(run)
+    make_room(small)
+    wait_for(lambda: len(lines_of(run)) > len(seen) + 500)
+    spot.leave("enough")
+    (count,) = run.result(170)
+    found = lines_of(run)
+    assert is_all_but_noted(found, [f"line {number}" for number in range(count)])
+    assert sum("the disk was full" in line for line in found) == 1
+    assert found[-1] == f"line {count - 1}"
+
+
+def lines_of(run: sky.Run) -> list[str]:
+    return [text for _, stream, text in run.logs() if stream == "out"]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def wait_for_silence(run: sky.Run) -> list[str]:
+    """The lines, once no more of them come."""
+    seen: list[str] = []
+    while (now := lines_of(run)) != seen:
+        seen = now
+        time.sleep(0.3)
+    return seen
 
 
 def test_a_blob_and_logs_that_together_fill_the_disk(

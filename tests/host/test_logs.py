@@ -287,6 +287,76 @@ def test_a_disk_that_fills_up_loses_no_line_while_the_client_is_away(pair: Pair,
         assert heard(pair) == data
 
 
+LINES = [f"line {number}\n".encode() for number in range(100, 200)]
+"""Nine bytes each."""
+
+
+def test_a_log_says_what_a_full_disk_did_not_take_and_continues_with_a_whole_line(pair: Pair, tmp_path: Path) -> None:
+    """The client gets all of it; so a log that a detached run continues is as honest as one that it began."""
+    with opened(pair, tmp_path / "out") as log:
+        log.times = LogTimes(str(tmp_path / "times"))
+
+        def say(data: bytes) -> None:
+            os.write(log.sink, data)
+            log.drain()
+
+        with file_size_limit(9 * 20 + 4):
+            for line in LINES[:40]:
+                say(line)
+            say(b"a long ")
+        say(b"line without an end")
+        assert (tmp_path / "out").stat().st_size == 9 * 20 + 4, "a line whose beginning is missing is not continued"
+        say(b" yet\n" + b"".join(LINES[40:70]))
+        for line in LINES[70:]:
+            say(line)
+        pair.settle()
+        long = b"a long line without an end yet\n"
+        assert heard(pair) == b"".join([*LINES[:40], long, *LINES[40:]])
+    missing = 9 * 20 - 4 + len(long)
+    notice = b"[skyfab: the disk was full: %d bytes of output are missing here]\n" % missing
+    assert (tmp_path / "out").read_bytes() == b"".join([*LINES[:20], b"line", notice, *LINES[40:]])
+
+
+def test_a_log_that_ends_after_a_full_disk_says_so(pair: Pair, tmp_path: Path) -> None:
+    with opened(pair, tmp_path / "out") as log:
+        with file_size_limit(4):
+            os.write(log.sink, b"last words\n")
+            log.drain()
+    assert (tmp_path / "out").read_bytes() == b"last[skyfab: the disk was full: 7 bytes of output are missing here]\n"
+
+
+def test_a_log_whose_file_could_not_be_made_is_made_later(pair: Pair, tmp_path: Path) -> None:
+    with opened(pair, tmp_path / "logs" / "out") as log:
+        for text in (b"first\n", b"second\n", b"third\n"):
+            os.write(log.sink, text)
+            log.drain()
+            (tmp_path / "logs").mkdir(exist_ok=True)
+    notice, *rest = (tmp_path / "logs/out").read_bytes().splitlines()
+    assert notice == b"[skyfab: the disk was full: 13 bytes of output are missing here]"
+    assert rest == [b"third"]
+
+
+def test_after_a_full_disk_the_file_is_the_buffer_again(pair: Pair, tmp_path: Path) -> None:
+    """Nothing is missing for the client, which is away later."""
+    data = content(5, 6_000_000)
+    with opened(pair, tmp_path / "out") as log:
+        with file_size_limit(1_000_000):
+            for at in range(0, 2_000_000, 500_000):
+                Writer(log).write(data[at : at + 500_000])
+                while log.source in _readable(log.source):
+                    log.drain()
+                finish(pair, log)
+        pair.cut()
+        Writer(log).write(data[2_000_000:])
+        while log.source in _readable(log.source):
+            log.drain()
+        assert not log.stopped
+        for side in (pair.a, pair.b):
+            pair.attach(side)
+        finish(pair, log)
+        assert heard(pair) == data
+
+
 def test_a_file_that_has_grown_large_is_followed_by_another(
     pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,19 +38,24 @@ class LogPipe:
         self._path = path
         self._stream = stream
         self._file = -1
-        with contextlib.suppress(OSError):
-            self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-        self._base = 0
-        """Bytes that were written to earlier files."""
-        self.end = self._sent = os.fstat(self._file).st_size if self._file >= 0 else 0
+        self._size = 0
+        """Bytes in the file."""
+        self._open()
+        self.end = self._sent = 0
         """Bytes of output so far, in the file or forwarded."""
-        self._full = False
+        self._lost = 0
+        """Bytes that a full disk did not take, and that the log does not mention yet."""
         self.hung_up = False
         self._unkept = b""
         """Output that neither the file nor the connection could take."""
         self._announce: bytes | None = Log(worker=worker, fd=fd).encode()
         self.times: LogTimes | None = None
         """When it was written; only in detached runs."""
+
+    def _open(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
+            self._size = os.fstat(self._file).st_size
 
     def drain(self) -> bool:
         """Reads once from the pipe. Returns False at end of file: all writers have closed it.
@@ -68,43 +73,52 @@ class LogPipe:
         return bool(data)
 
     def _keep(self, data: bytes) -> None:
-        ahead = self._sent == self.end and self._mux.queued(self._stream) < _ROOM
-        if self.times is not None:
-            self.times.note(self.end - self._base)
-        kept = self._write(data)
-        if ahead:
+        if self._sent == self.end and self._mux.queued(self._stream) < _ROOM:
+            self._store(data)
             self._forward(data)
-        elif kept < len(data):  # the disk is full and the client is behind: the process must wait
-            self._unkept = data[kept:]
-        self.end += len(data) if ahead else kept
-        if ahead:
-            self._sent = self.end
-            if self.end - self._base > _LARGE:
+            self.end = self._sent = self.end + len(data)
+            if self._size > _LARGE:
                 self._turn_over()
+        else:
+            self._unkept = self._write(data)  # if any: the disk is full and the client is behind, so the process waits
+            self.end += len(data) - len(self._unkept)
+
+    def _store(self, data: bytes) -> None:
+        """Writes what is forwarded without the file. After a full disk, the log continues with a whole line."""
+        if self.times is not None:
+            self.times.note(self._size)
+        if self._lost:
+            cut, newline, data = data.partition(b"\n")
+            self._lost += len(cut + newline)
+            if not newline or not self._note_loss():
+                self._lost += len(data)
+                return
+        self._lost = len(self._write(data))
+
+    def _note_loss(self) -> bool:
+        """Says in the log how much is missing. Returns False if there is no space for that either."""
+        return not self._write(b"[skyfab: the disk was full: %d bytes of output are missing here]\n" % self._lost)
 
     def _turn_over(self) -> None:
         """Rotates the log file, and deletes the one before the last."""
         with contextlib.suppress(OSError):
             os.rename(self._path, f"{self._path}.1")
-            file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
-            os.dup2(file, self._file)
-            os.close(file)
-            os.set_inheritable(self._file, False)
-            self._base = self.end
+            os.close(self._file)
+            self._file, self._size = -1, 0
+            self._open()
             if self.times is not None:
                 self.times.turn_over()
 
-    def _write(self, data: bytes) -> int:
-        """Returns how many bytes were written. After a failed write, the file is not written to again."""
-        if self._file < 0 or self._full:
-            return 0
+    def _write(self, data: bytes) -> bytes:
+        """Returns what was not written, because the disk is full."""
+        if self._file < 0:
+            self._open()
         view = memoryview(data)
-        try:
+        with contextlib.suppress(OSError):
             while view:
                 view = view[os.write(self._file, view) :]
-        except OSError:
-            self._full = True
-        return len(data) - len(view)
+        self._size += len(data) - len(view)
+        return bytes(view)
 
     @property
     def stopped(self) -> bool:
@@ -124,16 +138,15 @@ class LogPipe:
         """Forwards as much of the file as the connection accepts. Returns whether it forwarded anything."""
         before = self._sent
         while self._sent < self.end and self._mux.queued(self._stream) < _ROOM:
-            data = os.pread(self._file, min(256 * 1024, self.end - self._sent), self._sent - self._base)
+            behind = self.end - self._sent  # it is at the end of the file
+            data = os.pread(self._file, min(256 * 1024, behind), self._size - behind)
             if not data:
                 break
             self._forward(data)
             self._sent += len(data)
         if self._unkept and self._sent == self.end and self._mux.queued(self._stream) < _ROOM:
-            self._forward(self._unkept)
-            self.end += len(self._unkept)
-            self._sent = self.end
-            self._unkept = b""
+            data, self._unkept = self._unkept, b""
+            self._keep(data)
         return self._sent > before
 
     def _forward(self, data: bytes) -> None:
@@ -160,6 +173,8 @@ class LogPipe:
     def close(self) -> None:
         """Closes the log, after all of it has been forwarded."""
         self.hang_up()
+        if self._lost:
+            self._note_loss()
         if self._file >= 0:
             os.close(self._file)
         if self.times is not None:

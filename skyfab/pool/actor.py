@@ -410,7 +410,7 @@ class Actors:
         )
 
     def close(self) -> None:
-        """The pool closes: its actors cannot be called any more."""
+        """The pool closes: its actors can no longer be called."""
         for found, _, _ in list(self._actors.values()):
             if (actor := found()) is not None:
                 actor.close()

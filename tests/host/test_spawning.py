@@ -190,3 +190,27 @@ def test_a_detached_run_whose_process_cannot_be_started_has_failed_and_says_why(
     assert b"no room" in (tmp_path / "runs" / "a" / "result.3").read_bytes()
     handlers.close()
     assert json.loads((tmp_path / "runs" / "a" / "status").read_text())["state"] == "failed"
+
+
+def test_a_process_that_cannot_be_replaced_runs_no_call_with_its_old_code(
+    open_pool: Callable[..., sky.Compute], home: Path, tmp_path: Path
+) -> None:
+    module = tmp_path / "replaced_code.py"
+    module.write_text("version = 1\n")
+
+    @sky.function
+    def version() -> int:
+        import replaced_code  # type: ignore[import-not-found]
+
+        return int(replaced_code.version)
+
+    pool = open_pool("local", count=1, image=sky.Image(includes=[str(tmp_path)]))
+    assert version() >> pool == 1
+    module.write_text("version = 22\n")
+    assert version() @ pool == [22]
+    (tree,) = (path.parents[1] for path in home.glob("cache1/trees/*/*/replaced_code.py") if "22" in path.read_text())
+    tree.rename(home / "elsewhere")
+    with pytest.raises(sky.WorkerDied, match=r"could not be started: .*No such file"):
+        version() >> pool
+    (home / "elsewhere").rename(tree)
+    assert version() >> pool == 22

@@ -93,10 +93,7 @@ class Workers:
         """Starts a worker process, and replaces one of the same name. It inherits the descriptor `listener`, if any."""
         if not name.replace(".", "").replace("-", "").isalnum():  # it becomes part of file names
             raise ProtocolError(f"not the name of a worker: {name!r:.80}")
-        old = self._workers.get(name)
-        if old is not None:
-            old.kill()
-            self._reap(old, -signal.SIGKILL)
+        self._end(name)
         self.not_started.pop(name, None)
         os.makedirs(self._logs, mode=0o700, exist_ok=True)
         with contextlib.suppress(OSError):
@@ -120,8 +117,16 @@ class Workers:
 
     def fail(self, name: str, generation: int, rank: int, error: Exception) -> None:
         """A process could not be started. Calls to it may already be in flight; their replies will give the error."""
+        self._end(name)  # calls must not reach the process that it should have replaced
         self.not_started[name] = (rank, _not_started(error))
         self.mux.send(0, messages.Exited(worker=name, generation=generation).encode())
+
+    def _end(self, name: str) -> None:
+        """Kills a worker, if there is one of that name."""
+        old = self._workers.get(name)
+        if old is not None:
+            old.kill()
+            self._reap(old, -signal.SIGKILL)
 
     def _log(
         self, worker: str, rank: int, fd: int, theirs: contextlib.ExitStack, ours: contextlib.ExitStack

@@ -10,6 +10,7 @@ from benchmarks.ask import Ask
 from benchmarks.bulk import Bulk
 from benchmarks.cold import Cold
 from benchmarks.containers import Containers
+from benchmarks.dask import Dask
 from benchmarks.device import Device
 from benchmarks.distributed import Distributed
 from benchmarks.doctor import Doctor
@@ -53,4 +54,5 @@ ROWS: tuple[Row, ...] = (
     Containers(),
     Doctor(),
     Device(),
+    Dask(),
 )

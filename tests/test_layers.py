@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "inventory": "errors _util",
     "providers": "errors _util inventory",
     "calls": "errors _util context protocol inventory files",
-    "engines": "errors _util context protocol inventory calls",  # a pool is given to them
+    "engines": "errors _util context protocol inventory calls ui host",  # a pool is given to them
     "plugins": "errors context protocol inventory calls host engines",  # elastic ranks load functions as workers do
     "ui": "errors _util",
     "ssh": "errors _util protocol inventory ui",  # logins may ask the user
@@ -72,6 +72,8 @@ OUTSIDE = {
     # A library, and the only modules that may import it.
     "cryptography": {"_util.certificate"},  # paramiko brings it
     "cloudpickle": {"protocol.codec"},
+    "dask": {"engines.dask", "host.dask_host"},
+    "distributed": {"engines.dask", "host.dask_host"},
     "exceptiongroup": {"errors"},
     "fabric": {"ssh.fabric"},
     "invoke": {"cli.invoke_tasks"},
@@ -81,6 +83,7 @@ OUTSIDE = {
     "pytest": {"pytest_plugin"},
     "rich": {"inspect.top.view", "ui.table"},
     "shtab": {"cli.completion"},
+    "tornado": {"host.dask_host"},  # distributed brings it
     "tomli": {"_util.toml"},
     "tomllib": {"_util.toml"},  # of the standard library, from Python 3.11 on
     "numpy": {"protocol.plain_data"},
@@ -100,8 +103,10 @@ OUTSIDE = {
 }
 """What is not here is not used at all."""
 
-ONLY_INSIDE_FUNCTIONS = {"torch", "jax", "numpy", "rich"}
+ONLY_INSIDE_FUNCTIONS = {"torch", "jax", "numpy", "rich", "dask", "distributed", "tornado"}
 """They take long to import, or are not everywhere: whoever does not need them does not wait for them."""
+ENGINES = {"host.dask_host"}
+"""What hosts import only if the user's image has the engine."""
 WITHOUT_TORCH = {
     "device",
     "device.batches",
@@ -223,6 +228,7 @@ def test_no_module_imports_itself_in_a_circle() -> None:
 def test_what_hosts_run_needs_the_standard_library_and_cloudpickle() -> None:
     """errors may use exceptiongroup where there is one; numpy and torch are imported where theirs is unpickled."""
     shipped = [one for one in IMPORTS if one.source in ("errors", "context", "protocol", "files", "host")]
+    shipped = [one for one in shipped if one.module not in ENGINES]
     assert {one.outside for one in shipped} - {None} <= {"cloudpickle", "exceptiongroup", "numpy", "torch"}
 
 

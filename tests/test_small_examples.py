@@ -21,6 +21,7 @@ PRINTED = {
     "own_plugin": ["True True"],
     "forward": ["hello from"],
     "detached": ["[5", "skyfab logs count"],
+    "dask_array": ["sum: 999999000000", "squares: [0, 1, 4, 9, 16]"],
     "doctor_in_ci": ["checks: ", "failure: 0"],
 }
 """What each prints, among other things."""

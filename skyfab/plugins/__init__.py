@@ -8,6 +8,7 @@ from typing import Final
 # only be imported by `from … import`. All are imported here: one that is imported later would replace its function.
 from skyfab.plugins.accelerate import accelerate as accelerate
 from skyfab.plugins.base import Plugin as Plugin
+from skyfab.plugins.dask import dask as dask
 from skyfab.plugins.huggingface import huggingface as huggingface
 from skyfab.plugins.jax import jax as jax
 from skyfab.plugins.keras import keras as keras

@@ -46,6 +46,16 @@ def pinned(package: str, version: str | None) -> str:
     return package if version is None else f"{package}{'' if version[:1] in '<>=!~' else '=='}{version}"
 
 
+def installed(package: str) -> str | None:
+    """The version of a package on this machine, without the build; None if it is not installed."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package).partition("+")[0]
+    except PackageNotFoundError:
+        return None
+
+
 def _name(requirement: str) -> str:
     found = re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)", requirement)
     return canonical(found[1]) if found else ""

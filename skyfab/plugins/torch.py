@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 from skyfab import context
 from skyfab.errors import UsageError
 from skyfab.plugins.base import RENDEZVOUS, Elastic, Plugin
-from skyfab.plugins.packages import canonical, named, pinned, used_as_it_is, with_packages, with_trainer
+from skyfab.plugins.packages import canonical, installed, named, pinned, used_as_it_is, with_packages, with_trainer
 
 if TYPE_CHECKING:
     from skyfab.calls.image import Image
@@ -63,12 +63,7 @@ class Torch(Plugin):
         """The version to install on hosts; None for any."""
         if self.version != "auto":
             return None if self.version == "latest" else self.version
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            return version("torch").partition("+")[0]
-        except PackageNotFoundError:
-            return None
+        return installed("torch")
 
     def _with_index(self, image: Image) -> Image:
         from skyfab.calls.image import PipIndex

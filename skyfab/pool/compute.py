@@ -51,6 +51,7 @@ from skyfab.pool.map import MapCall
 from skyfab.pool.node import TABLE, Node
 from skyfab.pool.nodes import Nodes, close_all, named, open_all, tell_files
 from skyfab.pool.project_sync import ProjectSync
+from skyfab.pool.rendezvous import peer_addresses
 from skyfab.pool.scheduler import NOT_TAKEN, Scheduler, Task
 from skyfab.pool.stall import watch
 from skyfab.pool.workdir import Workdirs
@@ -63,6 +64,7 @@ from skyfab.ui.display import attach as attach_view
 from skyfab.ui.events import Events, HostState, emitting
 
 if TYPE_CHECKING:
+    import distributed
     import torch
 
     from skyfab.device.stream import DeviceStream
@@ -464,6 +466,23 @@ class Compute(ShownAsTable):
         label = getattr(kind, "__qualname__", repr(kind))
         made = made_by(kind, args, kwargs)
         return self._actors.make(made, nodes, self._sync_tree, label=label, gpus=gpus, restarts=restarts)
+
+    def dask(
+        self, *, workers: int | None = None, threads: int | None = None
+    ) -> contextlib.AbstractContextManager[distributed.Client]:
+        """Starts Dask on all hosts, for a ``with`` block; its client is the default for Dask's collections in it.
+
+        `workers` is the number of processes on each host (None: one for each GPU, or one), `threads` how many each
+        has (None: the host's cores divided by its workers). Hosts need `plugins.dask`, or Dask in their image
+        (docs/engines.md). Raises PeersUnreachable if the hosts cannot connect to each other.
+        """
+        self._check_open()
+        if self._results == "data":
+            raise UsageError("compute.dask() unpickles what hosts send", hint='use Compute(results="any") for it')
+        from skyfab.engines.dask import cluster
+
+        nodes = [node for node in self.hosts if node.lost is None] or self.hosts
+        return cluster(self, nodes, peer_addresses(nodes), workers=workers, threads=threads)
 
     def put(self, obj: T) -> Ref[T]:
         """Returns a reference to pass to calls instead of `obj`, which is then sent to each host only once.

@@ -74,6 +74,16 @@ class RendezvousFinder:
             return candidates.likely()
 
 
+def peer_addresses(nodes: Sequence[Node]) -> list[str]:
+    """For each node, the address at which the others reach it: loopback, if all of them are one machine.
+
+    Raises PeersUnreachable, or a PoolError with several.
+    """
+    if Candidates(nodes).one_machine:
+        return ["127.0.0.1"] * len(nodes)
+    return [one.address for one in RendezvousFinder("needed").addresses(nodes)]
+
+
 def strongest_need(plugins: Iterable[Plugin]) -> Network:
     """The strongest need for a network among the plugins."""
     asked = {plugin.network for plugin in plugins}

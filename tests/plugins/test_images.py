@@ -21,6 +21,7 @@ PLUGINS = {
     "keras": sky.plugins.keras(),
     "huggingface": sky.plugins.huggingface(token="hf_do-not-show"),
     "accelerate": sky.plugins.accelerate({"mixed_precision": "bf16"}),
+    "dask": sky.plugins.dask(),
 }
 
 
@@ -190,6 +191,14 @@ def test_jax_comes_in_the_build_that_was_asked_for() -> None:
     assert pip(sky.plugins.jax()) == ("jax",)
     assert pip(sky.plugins.jax(extra="cuda12")) == ("jax[cuda12]",)
     assert pip(sky.plugins.jax(), "jax[cuda13]") == ("jax[cuda13]",)
+
+
+def test_dask_is_the_one_that_is_installed_here_with_what_it_uses_here(installed: dict[str, str]) -> None:
+    assert pip(sky.plugins.dask()) == ("distributed", "bokeh")
+    installed |= {"distributed": "2026.8.0", "numpy": "2.4.6", "pandas": "3.1.1"}
+    assert pip(sky.plugins.dask()) == ("distributed==2026.8.0", "bokeh", "numpy==2.4.6", "pandas==3.1.1")
+    assert pip(sky.plugins.dask(version="2026.1.0"), "numpy>=2")[:2] == ("numpy>=2", "distributed==2026.1.0")
+    assert pip(sky.plugins.dask(version="latest"))[0] == "distributed"
 
 
 def test_keras_brings_its_backend_and_torch_as_the_torch_plugin_would(installed: dict[str, str]) -> None:

@@ -1,0 +1,43 @@
+"""Plugin for Dask: its packages, in the versions that this machine has, for `Compute.dask`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from skyfab.plugins.base import Plugin
+from skyfab.plugins.packages import installed, pinned, with_packages
+
+if TYPE_CHECKING:
+    from skyfab.calls.image import Image
+    from skyfab.inventory.host import Host
+
+_SHARED: Final = ("numpy", "pandas", "pyarrow", "lz4", "msgpack", "toolz", "tornado")
+"""What this program and hosts exchange objects of, or speak with each other."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dask(Plugin):
+    """Made by `dask`, which documents the field."""
+
+    version: str = "auto"
+
+    def transform(self, image: Image, host: Host) -> Image:
+        release = installed("distributed") if self.version == "auto" else self.version
+        shared = {name: here for name in _SHARED if (here := installed(name)) is not None}
+        return with_packages(
+            image,
+            host,
+            pinned("distributed", None if release == "latest" else release),
+            "bokeh",  # the dashboard
+            *(pinned(name, here) for name, here in shared.items()),
+        )
+
+
+def dask(version: str = "auto") -> Dask:
+    """Dask on every host, for ``compute.dask()``: ``distributed``, and bokeh for its dashboard.
+
+    `version` defaults to the one on this machine. Of numpy, pandas and pyarrow, hosts get those that are installed on
+    this machine, in the same versions.
+    """
+    return Dask(version=version)

@@ -11,7 +11,6 @@ from stage.projects import skyfab
 from stage.typist import Typist
 
 from skyfab.inventory.inventory import Inventory
-from skyfab.inventory.known_hosts import names
 
 ODD = """
 Host github.com gitlab.example.com
@@ -70,16 +69,6 @@ def test_no_host_can_be_used(tmp_path: Path) -> None:
     done = skyfab(tmp_path, "init", "--yes", **config(tmp_path, "Host a\n  HostName 127.0.0.1\n  Port 1\n"))
     assert done.returncode == 3 and "a: not usable: " in done.stdout
     assert not (tmp_path / "inventory.toml").exists()
-
-
-def test_names_of_known_hosts(tmp_path: Path) -> None:
-    file = tmp_path / "known_hosts"
-    file.write_text(
-        "# mine\nnode1,10.0.0.1 ssh-ed25519 AAAA\n[node2]:2222 ssh-rsa AAAA\n|1|abc=|def= ssh-rsa AAAA\n"
-        "@revoked node3 ssh-rsa AAAA\ngithub.com ssh-ed25519 AAAA\nnode1 ssh-rsa BBBB\n*.example.com ssh-rsa A\nbad\n"
-    )
-    assert names(file) == ["node1", "node2:2222"]
-    assert names(tmp_path / "none") == []
 
 
 def test_names_that_are_hashed_are_not_offered(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import skyfab as sky
 from skyfab.pool.images import HostImages, Progress
 from skyfab.session.bootstrap import local_python
-from skyfab.ui.events import Event, Events, HostState, Moved
+from skyfab.ui.events import Event, Events, HostState, Moved, Notice
 
 HOSTS = [sky.Host(name=f"node{number}") for number in (1, 2, 3)]
 
@@ -75,6 +75,24 @@ def test_a_named_interpreter_is_used_as_it_is() -> None:
     assert interpreter(named, sky.Image(pip=["a"]))[1], "packages go into an environment"
 
 
+def test_variables_of_the_pool_come_before_those_of_the_image_and_of_the_host() -> None:
+    host = sky.Host(name="node1", env={"A": "host", "B": "host", "C": "host"})
+    images = HostImages([host], sky.Image(env={"B": "image", "C": "image"}), (), {"C": "pool"})
+    assert images.variables(host).items() >= {"A": "host", "B": "image", "C": "pool"}.items()
+
+
+def test_a_plugin_sees_each_host_once() -> None:
+    class Counts(sky.plugins.Plugin):
+        def transform(self, image: sky.Image, host: sky.Host) -> sky.Image:
+            seen.append(host.name)
+            return image
+
+    seen: list[str] = []
+    images = HostImages(HOSTS[:2], sky.Image(), (Counts(),))
+    images.add(HOSTS)
+    assert seen == ["node1", "node2", "node3"]
+
+
 def test_nobody_waits_for_a_host_that_failed() -> None:
     images = begun(HOSTS, sky.Image())
     preparation = images._preparations["node2"]
@@ -91,7 +109,9 @@ def test_progress_is_told_as_events() -> None:
     progress = Progress(events, "node1")
     progress.step("torch")
     progress.moved("wheels", 1, 2)
+    progress.note("built here")
     assert found == [
         HostState(host="node1", state="preparing", detail="torch"),
         Moved(host="node1", what="wheels", done=1, total=2),
+        Notice(host="node1", text="built here"),
     ]

@@ -20,7 +20,7 @@ from skyfab.detached.written import project
 from skyfab.errors import ProtocolError
 from skyfab.host.agent import workdir as agent_workdir
 from skyfab.lab import Lab
-from skyfab.pool.workdir import Workdir, Workdirs
+from skyfab.pool.workdir import Workdir, Workdirs, last_run
 from skyfab.ui.events import Event, FilesWritten, Output
 
 SAVES = """
@@ -200,6 +200,15 @@ def test_the_pools_choice_comes_before_the_hosts(folder: Path) -> None:
     assert Workdirs("auto").of(local) == Workdirs(folder).of(local) == Workdir(str(folder), callers=True)
     folder.rmdir()
     assert Workdirs("auto").of(local) == Workdir("")
+
+
+def test_each_folder_has_a_last_run_of_its_own(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`skyfab ssh` finds the files of the last `skyfab run` in this folder by it."""
+    first = last_run()
+    assert first.name == project(str(folder))
+    monkeypatch.chdir(folder.parent)
+    assert last_run().parent == first.parent
+    assert last_run() != first
 
 
 @pytest.mark.parametrize("wrong", ["", "relative", "./x", "-x", "a\nb"])

@@ -1,0 +1,86 @@
+"""Detached runs of a pool on this machine: what hosts are told of them, and what is left of the pool's part."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import skyfab as sky
+from skyfab.pool.detach import Detacher
+from skyfab.pool.node import Node
+
+
+@pytest.fixture
+def hosts(home: Path) -> list[sky.Host]:
+    """Two hosts that are this machine."""
+    return [
+        sky.Host(name=f"here{number}", transport="local", cache=str(home / f"cache{number}")) for number in (1, 2)
+    ]
+
+
+@pytest.fixture
+def pool(hosts: list[sky.Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[sky.Compute]:
+    monkeypatch.chdir(tmp_path)
+    with sky.Compute(hosts, ui="none") as compute:
+        yield compute
+
+
+@sky.function
+def wait_for(path: str) -> int:
+    """Returns its rank when the file exists; -1 if it does not within some seconds."""
+    deadline = time.monotonic() + 20
+    while not Path(path).exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return sky.instance_info().rank if Path(path).exists() else -1
+
+
+def test_a_run_on_all_hosts(pool: sky.Compute, tmp_path: Path) -> None:
+    run = pool.launch(wait_for(str(tmp_path / "go")))
+    assert [part.about.ranks for part in run.parts] == [(0,), (1,)]
+    assert [part.about.hosts for part in run.parts] == [("here1", "here2")] * 2
+    assert {(part.about.name, part.about.function, part.about.world, part.about.on) for part in run.parts} == {
+        ("wait_for", "wait_for", 2, "all")
+    }
+    pool.close()
+    (tmp_path / "go").touch()
+    assert run.result(60) == [0, 1]
+
+
+def test_a_run_on_one_host_is_launched_before_it_has_ended(pool: sky.Compute, tmp_path: Path) -> None:
+    run = pool.launch(wait_for(str(tmp_path / "go")), on="here2", name="waits")
+    (tmp_path / "go").touch()
+    (part,) = run.parts
+    assert (part.about.ranks, part.about.world, part.about.on, part.about.elastic) == ((0,), 1, "one", False)
+    assert (part.about.name, part.about.function) == ("waits", "wait_for")
+    assert run.result(60) == 0
+
+
+def test_a_broadcast_becomes_a_run(pool: sky.Compute, tmp_path: Path) -> None:
+    future = pool.submit(wait_for(str(tmp_path / "go")), on="all")
+    run = pool.detach(name="overnight")
+    with pytest.raises(sky.CallCancelled, match=rf"wait_for continues as run {run.id[:8]}$"):
+        future.result(20)
+    (tmp_path / "go").touch()
+    assert run.result(60) == [0, 1]
+    assert run.name == "overnight"
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[1m"])
+def test_a_name_that_cannot_be_shown(name: str) -> None:
+    with pytest.raises(sky.UsageError, match="invalid name of a run"):
+        Detacher([], [], label="f", name=name)
+
+
+def test_a_run_that_cannot_be_sent_is_an_error(pool: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+    def call(node: Node, *_: object, **__: object) -> int:
+        raise sky.HostLost("gone", host=node.name)
+
+    monkeypatch.setattr(Node, "call", call)
+    with pytest.raises(sky.BroadcastError) as caught:
+        pool.launch(wait_for("/"))
+    assert [str(error) for error in caught.value.exceptions] == ["here1: gone", "here2: gone"]
+    with pytest.raises(sky.HostLost, match="here1: gone"):
+        pool.launch(wait_for("/"), on="here1")

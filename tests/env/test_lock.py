@@ -12,6 +12,7 @@ import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from platform import libc_ver
 
 import pytest
 from stage.index import Index, isolate_uv, make_wheel, sha256
@@ -854,6 +855,23 @@ def test_other_hosts_get_the_same_uv_for_their_platform(index: Index) -> None:
         before = len(index.requests)
         assert tools.uv_for(target) == path
         assert len(index.requests) == before
+
+
+def test_a_host_that_is_too_old_for_this_machines_uv_gets_another_build(index: Index) -> None:
+    libc, needed = libc_ver(uv.program())
+    if libc != "glibc" or needed == "2.17":
+        pytest.skip("this uv runs on every Linux that has packages")
+    machine = os.uname().machine
+    script = f"uv-{uv.version()}.data/scripts/uv"
+    index.add("uv", uv.version(), tag=f"py3-none-manylinux_2_17_{machine}", files={script: "old"})
+    assert tools.uv_for(replace(HOST, arch=machine, libc=f"glibc {needed}")) == Path(uv.program())
+    assert tools.uv_for(replace(HOST, arch=machine, libc="glibc 2.17")).read_text() == "old"
+
+
+def test_a_wheel_of_uv_without_the_program(index: Index) -> None:
+    index.add("uv", uv.version(), tag=f"py3-none-musllinux_1_1_{HOST.arch}", files={"uv/__init__.py": ""})
+    with pytest.raises(LockError, match=r"uv-.*\.whl does not contain uv"):
+        tools.uv_for(replace(HOST, libc="musl 1.2.5"))
 
 
 def test_a_uv_that_no_index_has(index: Index) -> None:

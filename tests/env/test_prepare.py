@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from skyfab.env import facts_cache, install, lock, prepare
 from skyfab.env.facts import Facts, Program, Target
 from skyfab.env.prepare import Preparation, check
 from skyfab.errors import HostUnfit, SkyfabError, UsageError
+from skyfab.session.bootstrap import open_shell
 from skyfab.session.shell import ScriptFailed
+from skyfab.ssh.local import Local
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -75,6 +78,14 @@ def test_facts_that_are_damaged_or_cannot_be_stored_do_not_matter(monkeypatch: p
     monkeypatch.setattr("skyfab._util.atomic.write", full)
     store(FACTS)
     assert facts_cache.load(HOST) is None
+
+
+def test_facts_are_those_of_the_last_probe(tmp_path: Path) -> None:
+    here = sky.Host(name="here", cache=str(tmp_path))
+    with open_shell(here, Local(here)) as shell:
+        facts = facts_cache.probe(here, shell)
+    assert (facts.system, facts.cache) == (platform.system(), str(tmp_path))
+    assert facts_cache.load(here) == facts
 
 
 # ---- a host is prepared

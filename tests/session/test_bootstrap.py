@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -536,7 +537,7 @@ def test_a_damaged_bundle_is_not_installed(tmp_path: Path) -> None:
             return stream.send([data])
 
     try:
-        with pytest.raises(sky.HostUnfit, match="damaged"):
+        with pytest.raises(sky.HostUnfit, match="cannot set up skyfab: the bundle arrived damaged"):
             made.join(Damaging(), deadline=time.monotonic() + 30)
     finally:
         stream.close()
@@ -565,4 +566,6 @@ def test_two_programs_unpack_one_bundle_at_once(tmp_path: Path) -> None:
             session.close()
     for pid in found:
         gone(pid)
-    assert [path.name for path in (tmp_path / "bundles").iterdir()] == [bundle().digest]
+    (unpacked,) = (tmp_path / "bundles").iterdir()
+    assert unpacked.name == bundle().digest
+    assert stat.S_IMODE(unpacked.stat().st_mode) == 0o700, "what runs there is readable for its user only"

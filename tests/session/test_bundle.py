@@ -340,3 +340,8 @@ def test_docstrings_and_comments_are_not_sent() -> None:
     )
     sent = '""""""\n\nTEXT = """\n# kept\n"""\ndef f():\n    """\n"""\n\n    return "#"\n'
     assert without_prose(source.encode()).decode() == sent
+
+
+def test_scripts_are_sent_as_they_are() -> None:
+    made = Bundle("digest", (("a.py", b'"""Doc."""\n'), ("b.sh", b"# kept\n")))
+    assert list(entries(made.archive)) == [("a.py", b'""""""\n'), ("b.sh", b"# kept\n")]

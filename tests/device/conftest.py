@@ -104,11 +104,22 @@ class ForkedLink:
         self._connection.close()
 
 
+@pytest.fixture(scope="session")
+def forked_links(request: pytest.FixtureRequest) -> Iterator[list[ForkedLink]]:
+    """Two workers for each module, forked before the first backward: PyTorch refuses one in a fork after that."""
+    modules = {item.path for item in request.session.items if "devices" in getattr(item, "fixturenames", ())}
+    links = [ForkedLink(number) for _ in modules for number in (2, 1)]
+    yield links
+    for link in links:
+        link.close()
+
+
 @pytest.fixture(scope="module")
 def devices(request: pytest.FixtureRequest) -> Iterator[list[torch.device]]:
     """The CPUs of both hosts."""
     if IN_PROCESS:
-        streams = [open_device("cpu", link) for link in list(map(ForkedLink, (1, 2)))]
+        links: list[ForkedLink] = request.getfixturevalue("forked_links")
+        streams = [open_device("cpu", links.pop()) for _ in range(2)]
         yield [stream.torch_device for stream in streams]
         for stream in streams:
             stream.close()

@@ -324,7 +324,8 @@ def test_a_version_is_one_word(tmp_path: Path) -> None:
 class Script:
     """A stream that a test writes; the seam between launch and transports."""
 
-    def __init__(self, said: bytes, *, end: bool = True) -> None:
+    def __init__(self, said: bytes, *, end: bool = True, why: str = "the connection ended") -> None:
+        self._why = why
         self._source, sink = os.pipe()
         os.set_blocking(self._source, False)
         self.taken = bytearray()
@@ -363,7 +364,7 @@ class Script:
         return len(data)
 
     def explain(self) -> Exception:
-        return sky.HostLost("the connection ended", host="node")
+        return sky.HostLost(self._why, host="node")
 
     def close(self) -> None:
         os.close(self._source)
@@ -372,9 +373,12 @@ class Script:
             os.close(self._sink)
 
 
-def join(said: bytes, *, end: bool = True, seconds: float = 20) -> Script:
-    made = Bootstrap(host=Host(name="node"), session=SESSION, bundle=bundle(), python=local_python())
-    stream = Script(said, end=end)
+def join(
+    said: bytes, *, end: bool = True, seconds: float = 20, why: str = "the connection ended", **options: Any
+) -> Script:
+    about: dict[str, Any] = {"host": Host(name="node"), "python": local_python(), **options}
+    made = Bootstrap(session=SESSION, bundle=bundle(), **about)
+    stream = Script(said, end=end, why=why)
     try:
         made.join(stream, deadline=time.monotonic() + seconds)
     finally:
@@ -443,6 +447,71 @@ def test_a_host_that_cannot_says_so_with_a_hint(said: bytes, error: type[sky.Hos
         join(said)
     assert caught.value.host == "node"
     assert len(str(caught.value)) < 2000
+
+
+@pytest.mark.parametrize(
+    ("why", "text", "hint"),
+    [
+        ("ended: skyfab: the disk is full", "cannot set up skyfab: the disk is full", "free some space"),
+        ("ended: 3.6.8", f"it runs Python 3.6.8: hosts must run .* {local_python()}", "name a Python"),
+        ("ended: Illegal instruction", "its Python cannot run skyfab: Illegal instruction", "name one"),
+        ("ended", r"its Python cannot run skyfab\n", "name one"),
+    ],
+)
+def test_an_interpreter_that_ends_says_why(why: str, text: str, hint: str) -> None:
+    with pytest.raises(sky.HostUnfit, match=text) as caught:
+        join(MARK + b"bundle\n", why=why)
+    assert str(caught.value.hint).startswith(hint)
+
+
+@pytest.mark.parametrize(("said", "hinted"), [(b"failed Read-only file system", True), (b"strange", False)])
+def test_a_folder_is_blamed_only_where_the_host_names_a_reason(said: bytes, hinted: bool) -> None:
+    with pytest.raises(sky.HostUnfit) as caught:
+        join(MARK + said + b"\n")
+    assert (caught.value.hint is not None) == hinted
+
+
+@pytest.mark.parametrize(
+    ("reply", "shown"),
+    [
+        (f"3 {b'module load x'.hex()} {b'not found'.hex()}", "'module load x' exited with 3\nnot found"),
+        (f"1 {b'a'.hex()} {bytes([27]).hex()}", "'a' exited with 1"),
+        ("1 zz not", "'' exited with 1"),
+        ("", "'' exited with "),
+    ],
+)
+def test_a_setup_that_fails_is_shown_with_its_output(reply: str, shown: str) -> None:
+    with pytest.raises(sky.HostUnfit) as caught:
+        join(MARK + f"setup {reply}\n".encode())
+    assert caught.value.message == f"its setup failed: {shown}"
+
+
+def test_an_interpreter_is_installed_only_where_it_is_missing() -> None:
+    def prepare(shell: Shell) -> str | None:
+        prepared.append(shell.host.name)
+        return shell.answer()
+
+    prepared: list[str] = []
+    join(MARK + b"link\n", prepare=prepare)
+    assert prepared == []
+    join(MARK + b"nopython\n" + MARK + b"link\n", prepare=prepare)
+    assert prepared == ["node"]
+    with pytest.raises(sky.HostUnfit, match="no Python"):
+        join((MARK + b"nopython\n") * 2, prepare=prepare)
+    assert prepared == ["node"] * 2, "once for each login"
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (b"no login\n", "did not run our command; it said: no login"),
+        (MARK + b"setup 1\n", "its setup failed"),
+        (MARK + b"failed no space\n", "no space"),
+    ],
+)
+def test_a_shell_that_is_to_be_prepared_first_and_does_not_start(said: bytes, text: str) -> None:
+    with pytest.raises(sky.HostUnfit, match=text):
+        join(said, python="none", prepare=lambda shell: shell.run("true"))
 
 
 def test_a_host_that_says_nothing_is_given_up_in_time() -> None:

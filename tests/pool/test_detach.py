@@ -16,9 +16,7 @@ from skyfab.pool.node import Node
 @pytest.fixture
 def hosts(home: Path) -> list[sky.Host]:
     """Two hosts that are this machine."""
-    return [
-        sky.Host(name=f"here{number}", transport="local", cache=str(home / f"cache{number}")) for number in (1, 2)
-    ]
+    return [sky.Host(name=f"here{number}", transport="local", cache=str(home / f"cache{number}")) for number in (1, 2)]
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from skyfab.errors import PeersUnreachable, PoolError, ProtocolError
 from skyfab.host.agent.peer_probe import PeerProbe
 from skyfab.host.agent.poller import READ, Poller
 from skyfab.host.agent.ports import Ports
-from skyfab.pool.addresses import Candidates
+from skyfab.pool.addresses import Address, Candidates
 from skyfab.pool.rendezvous import RendezvousFinder, strongest_need
 from skyfab.protocol import messages
 from skyfab.ui.events import Events
@@ -157,6 +157,21 @@ def test_an_ipv6_network_will_do(host: Make) -> None:
     assert places(nodes) == ["fd00::1 (eth1)", "fd00::2 (eth1)"]
     by_link = [host(n, f"eth0 10.0.0.{n}/24", reached=f"fe80::{n}%eth0") for n in (1, 2)]
     assert places(by_link) == ["10.0.0.1 (eth0)", "10.0.0.2 (eth0)"]
+
+
+def test_other_hosts_try_the_address_of_the_login_first_and_ipv6_last(host: Make) -> None:
+    told = ("eth1 fd00::1/64", "eth0 10.0.0.1/24", "eth2 10.2.0.1/24")
+    nodes = [host(1, *told, reached="10.2.0.1"), host(2, "eth0 10.0.0.2/24")]
+    assert [one.address for one in Candidates(nodes).of(nodes[0])] == ["10.2.0.1", "10.0.0.1", "fd00::1"]
+
+
+def test_a_host_faces_another_with_an_address_of_the_same_kind(host: Make) -> None:
+    nodes = [host(1, "eth0 10.0.0.1/24", "eth1 fd00::1/64"), host(2, "eth0 10.0.0.2/24")]
+    found = Candidates(nodes)
+    assert found.facing(nodes[0], Address("fd00::9"), "192.0.2.1").address == "fd00::1", "that of its own is unknown"
+    assert found.facing(nodes[0], Address("10.0.0.9"), "192.0.2.1").address == "10.0.0.1"
+    assert found.facing(nodes[0], Address("10.0.0.9"), "fd00::1").address == "fd00::1", "the one that it connects from"
+    assert found.facing(nodes[1], Address("fd00::9"), "192.0.2.1").address == "10.0.0.2", "it has no other"
 
 
 def test_without_any_network_the_address_of_the_login_stands_there(host: Make) -> None:

@@ -1,0 +1,130 @@
+"""Which hosts a pool has: the selected ones, and of these the ones that meet its condition. Hosts are this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+from skyfab.pool.host_choice import HostChoice
+from skyfab.providers.base import Provider
+from skyfab.session.ask import Asker
+from skyfab.ssh.base import Transport
+from skyfab.ssh.local import Local
+from skyfab.ui.events import Event, Events, Notice
+
+
+@pytest.fixture
+def inventory(home: Path) -> sky.Inventory:
+    """Three names of this machine, and one host that nothing listens on."""
+    hosts = [
+        sky.Host(name=f"here{number}", transport="local", cache=str(home / f"cache{number}")) for number in (1, 2, 3)
+    ]
+    hosts.append(sky.Host(name="down", address="127.0.0.1", port=1))
+    return sky.Inventory(hosts={host.name: host for host in hosts})
+
+
+def names(hosts: Any) -> list[str]:
+    return [host.name for host in hosts]
+
+
+def choice(hosts: Any, inventory: sky.Inventory | None, **options: Any) -> HostChoice:
+    return HostChoice(hosts, inventory, **{"nodes": None, "where": None, **options})
+
+
+def chosen(made: HostChoice) -> tuple[list[str], list[str]]:
+    """The names of the chosen hosts, and what the user is told."""
+    events, seen = Events(), list[Event]()
+    events.subscribe(seen.append)
+    try:
+        return names(made.choose(events)), [f"{event.host}: {event.text}" for event in seen if type(event) is Notice]
+    finally:
+        made.release()
+
+
+def test_hosts_are_those_that_are_selected(inventory: sky.Inventory) -> None:
+    for hosts in (["here2", "here1"], (name for name in ("here2", "here1")), "here2,here1"):
+        made = choice(hosts, inventory)
+        assert names(made.listed) == ["here2", "here1"]
+        assert made.inventory is inventory
+        assert chosen(made) == (["here2", "here1"], [])
+    assert names(choice(inventory.hosts["here3"], inventory).listed) == ["here3"]
+    assert names(choice(None, inventory).listed) == ["here1", "here2", "here3", "down"]
+    assert names(choice(None, inventory, nodes=2).listed) == ["here1", "here2"]
+
+
+def test_the_first_that_meet_a_condition_are_chosen_of_all(inventory: sky.Inventory) -> None:
+    made = choice(["down", "here1", "here2", "here3"], inventory, nodes=2, where="cpus")
+    assert len(made.listed) == 4, "any of them may meet it"
+    assert chosen(made) == (["here1", "here2"], ["down: excluded by 'cpus'"])
+    assert chosen(choice(["here1", "here3"], inventory, where="cpus >= 1")) == (["here1", "here3"], [])
+
+
+def test_too_few_hosts_meet_a_condition(inventory: sky.Inventory) -> None:
+    with pytest.raises(sky.UsageError) as caught:
+        chosen(choice(["here1", "down"], inventory, nodes=2, where="cpus"))
+    first, second = caught.value.message.splitlines()
+    assert first == "only 1 of 2 hosts meet 'cpus', but nodes=2"
+    assert second.startswith("  down: ")
+    with pytest.raises(sky.UsageError) as caught:
+        chosen(choice(["here1", "here2"], inventory, where="cpus > 100000"))
+    first, *others = caught.value.message.splitlines()
+    assert first == "no host meets 'cpus > 100000'"
+    assert [line.partition(": cpus ")[0] for line in others] == ["  here1", "  here2"]
+
+
+def test_not_every_host_that_does_not_meet_it_is_named(inventory: sky.Inventory) -> None:
+    many = sky.Inventory(hosts={f"h{n}": sky.Host(name=f"h{n}", transport="local") for n in range(10)})
+    with pytest.raises(sky.UsageError) as caught:
+        chosen(choice(None, many, where="cpus > 100000"))
+    assert len(caught.value.message.splitlines()) == 10
+    assert caught.value.message.endswith("\n  and 2 more")
+
+
+def test_the_connection_over_which_a_host_was_asked_is_used_once(inventory: sky.Inventory) -> None:
+    made = choice(["here1"], inventory)
+    host = inventory.hosts["here1"]
+    taken = [object()]
+
+    class Lent(Asker):
+        def take(self, host: sky.Host) -> Transport | None:
+            return taken.pop() if taken else None  # type: ignore[return-value]
+
+    (lent,) = taken
+    made.adopt(Lent([host], inventory), [host])
+    assert made.reach(host) is lent
+    second = made.reach(host)
+    assert second is not lent
+    assert isinstance(second, Local)
+    second.close()
+
+
+class Rented(Provider):
+    """Has the hosts of an inventory while it is started."""
+
+    def __init__(self, inventory: sky.Inventory) -> None:
+        self.inventory = inventory
+        self.calls: list[str] = []
+
+    def start(self, tell: Callable[[str], None] = print) -> sky.Inventory:
+        self.calls.append("start")
+        tell("two of them")
+        return self.inventory
+
+    def stop(self) -> None:
+        self.calls.append("stop")
+
+
+def test_hosts_of_a_provider_are_there_while_the_pool_is_open(inventory: sky.Inventory) -> None:
+    provider = Rented(inventory)
+    made = choice(["here1"], None, provider=provider)
+    assert (made.listed, provider.calls) == ((), [])
+    assert chosen(made) == (["here1"], ["Rented: two of them"])
+    assert provider.calls == ["start", "stop"]
+    with pytest.raises(sky.UsageError, match="a provider has its own inventory"):
+        choice(None, inventory, provider=provider)
+    with pytest.raises(sky.UsageError, match="does not rent machines"):
+        choice(None, None, provider="cloud")

@@ -96,6 +96,18 @@ def test_a_fast_path_keeps_subclasses() -> None:
     assert type(there(Point(1, 2))) is Point
 
 
+def test_values_that_are_pickled_together_come_back_one_by_one_and_share_objects() -> None:
+    shared, data = [1], np.arange(10_000)
+    payload = codec.dumps((shared, data), then=[shared, 5])
+    load = codec.loader(payload.data, payload.buffers)
+    (first, array), second = load(), load()
+    assert first is second
+    assert np.array_equal(array, data)
+    assert load() == 5
+    with pytest.raises(EOFError):
+        load()
+
+
 def test_one_object_stays_one_object() -> None:
     shared = [1, 2]
     first, second, loop = there((shared, shared, {}))

@@ -287,6 +287,16 @@ def test_what_was_on_a_gpu_arrives_on_the_cpu_where_there_is_none(monkeypatch: p
         assert codec._storage(b"", device).device.type == "cpu"
 
 
+@pytest.mark.parametrize(("device", "place"), [("cuda", 0), ("cuda:0", 0), ("cuda:1", 1), ("cuda:2", 0), ("cuda:7", 0)])
+def test_what_was_on_a_gpu_arrives_on_that_gpu_or_the_first(
+    device: str, place: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert codec.torch_device(device) == f"cuda:{place}"
+    assert codec.torch_device("cpu") == codec.torch_device("mps:0") == "cpu"
+
+
 @gpu
 def test_a_gpu_tensor_comes_back_to_a_gpu() -> None:
     value = torch.arange(big, device="cuda", dtype=torch.float32)

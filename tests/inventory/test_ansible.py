@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyfab.errors import InventoryError
+from skyfab.inventory.ansible import SOURCE
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 
@@ -155,6 +156,25 @@ def test_a_host_with_another_connection_is_this_machine_or_skipped(tmp_path: Pat
         "win": "ansible_connection is winrm, not SSH",
         "local": "the group's name is reserved in selections",
     }
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("hosts.yml", "node1", True),
+        ("hosts.ini", "node1", True),
+        ("hosts", "node1\n\nnode2 slots=4\n", False),
+        ("hosts", "\n# [web] with ansible_host\n; ansible_user=ada\nnode1\n", False),
+        ("hosts", "node1\n[web]\nnode2\n", True),
+        ("hosts", "node1 ansible_host=10.0.0.1\n", True),
+        ("hosts", "# all\nall:\n  hosts:\n", True),
+        ("hosts", "---\n", True),
+        ("hosts", "", False),
+        (".", "", True),
+    ],
+)
+def test_what_is_taken_for_an_inventory_of_ansible(name: str, text: str, found: bool, tmp_path: Path) -> None:
+    assert SOURCE.matches(tmp_path / name, text) is found
 
 
 # Mistakes

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 import skyfab as sky
+from skyfab.protocol import codec
 
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
@@ -238,6 +239,17 @@ def test_pickling(device: Any) -> None:
     parameter = nn.Parameter(torch.ones(2, device=device))
     assert pickle.loads(pickle.dumps(parameter)).tolist() == [1, 1]
     assert pickle.loads(pickle.dumps(parameter.detach())).tolist() == [1, 1]
+
+
+def test_what_is_sent_to_hosts_has_the_values(device: Any) -> None:
+    """As arguments of a call that runs elsewhere: with views of one memory, and as tensors of this machine."""
+    base = torch.arange(2000.0, device=device)
+    payload = codec.dumps([base, base[3:5]])
+    found, view = codec.loads(payload.data, payload.buffers)
+    assert found.device.type == "cpu"
+    assert torch.equal(found, base.cpu())
+    found[3] = 7
+    assert view.tolist() == [7, 4]
 
 
 @agrees

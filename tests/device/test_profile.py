@@ -151,3 +151,6 @@ def test_numbers_are_readable() -> None:
     found.sent([[3, 1], [wire.PLAN, 1], [wire.DYNAMIC, "unique"], [wire.FREE, 1]], 12_345_678)
     found.received(512)
     assert "2 operations, 1 plan made, 1 other instruction, in 1 batch\n12 MB sent, 512 bytes received" in str(found)
+    assert "host to host" not in str(found)
+    found.sent([[wire.RECEIVE, 4, 1, 7, None, (2, 3), 0, 24]], 100)
+    assert str(found).endswith("\n1 copy from host to host, 24 bytes")

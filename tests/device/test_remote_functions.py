@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import skyfab as sky
+from skyfab.protocol import codec
 
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
@@ -57,6 +58,22 @@ def test_what_a_function_raises(device: Any) -> None:
 def test_tensors_of_other_devices_are_refused(device: Any, other: Any) -> None:
     with pytest.raises(sky.UsageError, match=str(other)):
         sky.run_on(device, lambda x: x, torch.ones(1, device=other))
+
+
+def test_a_call_runs_where_its_first_tensor_is(device: Any, other: Any) -> None:
+    """Of the devices that may be meant; tensors of others are copied."""
+    from skyfab.device import remote_functions, tensors
+
+    here, there = tensors.streams[device.index], tensors.streams[other.index]
+    a, b = torch.ones(2, device=device), torch.zeros(2, device=other)
+    assert remote_functions.find([1, {"x": a}, b], [here, there]) is here
+    assert remote_functions.find((b, a), [here, there]) is there
+    assert remote_functions.find((b, a), [here]) is here
+    for value in ([1, torch.zeros(2)], [1, b]):
+        found = remote_functions.find(value, [here])
+        assert isinstance(found, codec.Payload)
+        number, tensor = codec.loads(found.data, found.buffers)
+        assert (number, tensor.device.type, tensor.tolist()) == (1, "cpu", [0, 0])
 
 
 def test_weights_are_loaded_there(device: Any) -> None:

@@ -477,6 +477,17 @@ def test_an_error_that_a_future_has_raised_is_not_raised_again(stream: DeviceStr
     assert futures[2].result(1) == 5
 
 
+def test_an_error_that_the_result_of_a_future_has_raised_is_not_raised_again(stream: DeviceStream, node: Node) -> None:
+    future = DeviceFuture(stream)
+    fail(stream, node)
+    error = stream.earlier_error
+    assert error is not None
+    future.set_exception(error)
+    with pytest.raises(sky.DeviceError):
+        future.result(1)
+    stream.check()
+
+
 def test_what_is_executed_after_an_error_too_raises_none(stream: DeviceStream, node: Node) -> None:
     fail(stream, node)
     stream.emit_always([wire.FORGET])
@@ -487,6 +498,63 @@ def test_what_is_executed_after_an_error_too_raises_none(stream: DeviceStream, n
     stream.close()
     stream.emit_always([wire.FORGET])
     assert stream.buffer == [], "nobody would ever send it"
+
+
+def test_a_state_of_random_numbers_that_is_none(stream: DeviceStream, node: Node) -> None:
+    pytest.importorskip("torch")
+    from skyfab.device import torch_sky
+
+    for reply in ({"nonsense": 1}, None):
+        node.wait = lambda done, reply=reply: node.reply(reply, b"12345678")  # type: ignore[method-assign]
+        with pytest.raises((sky.ProtocolError, sky.DeviceError), match=r"invalid reply of a device|not executed"):
+            torch_sky.random_state(stream, 0)
+    node.wait = lambda done: node.reply({"value": None}, b"12345678")  # type: ignore[method-assign]
+    assert torch_sky.random_state(stream, 0).tolist() == list(b"12345678")
+
+
+# ---- generators
+
+
+def generator(stream: DeviceStream, node: Node) -> Iterator[Any]:
+    """An iterator over the values of a generator on the host."""
+    pytest.importorskip("torch")
+    from skyfab.device import remote_functions
+
+    def wait(done: Callable[[], bool]) -> None:
+        while not done():
+            node.reply({"value": {"iterator": None}})
+
+    node.wait = wait  # type: ignore[method-assign]
+    found = remote_functions.run(stream, len, (), {})
+    del node.wait
+    return found  # type: ignore[no-any-return]
+
+
+def values(*numbers: int) -> dict[str, Any]:
+    return {"value": {"list": [{"plain": number} for number in numbers]}}
+
+
+def test_values_are_asked_for_before_they_are_needed(stream: DeviceStream, node: Node) -> None:
+    found = generator(stream, node)
+    node.wait = lambda done: node.reply(values(1, 2))  # type: ignore[method-assign]
+    assert next(found) == 1
+    assert [instruction[0] for batch in node.sent[1:] for instruction in batch] == [wire.NEXT] * 4
+    assert (next(found), len(node.sent)) == (2, 5), "the second came with the first"
+
+
+@pytest.mark.parametrize("ends", ["lost", "ended"])
+def test_a_device_that_ends_while_a_value_is_waited_for(stream: DeviceStream, node: Node, ends: str) -> None:
+    def end(done: Callable[[], bool]) -> None:
+        if ends == "lost":
+            node.open[0].failed(HostLost("cut", host="node1"))
+        else:
+            stream.end("killed")
+        assert done()
+
+    found = generator(stream, node)
+    node.wait = end  # type: ignore[method-assign]
+    with pytest.raises(HostLost if ends == "lost" else sky.WorkerDied, match=r"cut|killed"):
+        next(found)
 
 
 # ---- the end

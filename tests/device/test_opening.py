@@ -1,0 +1,136 @@
+"""Devices are opened, closed and opened again: their numbers, what they are called, and which host may have one."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+from skyfab.device import stream as streams
+from skyfab.device.batches import Batch
+from skyfab.device.devices import open_device
+from skyfab.device.stream import DeviceStream
+from skyfab.protocol import codec, messages
+
+torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.lab
+
+
+class Host:
+    """A host that replies to everything with a version of torch."""
+
+    name = "node1"
+
+    def __init__(self, version: Any = torch.__version__) -> None:
+        self.value = {"torch": version} if version is not None else "nonsense"
+        self.is_closed = False
+
+    def send(self, payload: codec.Payload, batch: Batch) -> None:
+        part = memoryview(json.dumps({"value": self.value}).encode())
+        batch.answered(messages.Result(parts=[len(part)]), [part])
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        assert done()
+
+    def addresses_for(self, other: object) -> Sequence[str]:
+        return []
+
+    def notice(self, text: str) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+@pytest.fixture
+def opened() -> Iterator[Callable[..., DeviceStream]]:
+    """``opened(version)``: a device of such a host, closed after the test."""
+    made: list[DeviceStream] = []
+
+    def open_one(version: Any = torch.__version__) -> DeviceStream:
+        made.append(open_device("cpu", Host(version)))
+        return made[-1]
+
+    yield open_one
+    for stream in made:
+        stream.close()
+
+
+def test_a_number_is_used_again_when_nothing_is_left_of_its_device(opened: Callable[..., DeviceStream]) -> None:
+    first, second = opened(), opened()
+    assert second.index == first.index + 1
+    kept = torch.ones(3, device=first.torch_device)
+    first.close()
+    assert opened().index == second.index + 1, "a tensor of the closed device is left"
+    del kept
+    again = opened()
+    assert again.index == first.index
+    assert streams.streams[first.index] is again
+    made = torch.ones(3, device=again.torch_device) + 1
+    assert made.device == again.torch_device, "nothing that was planned for the closed device is used"
+    with pytest.raises(sky.UsageError, match="closed"):
+        first.check()
+
+
+def test_a_process_has_128_devices(opened: Callable[..., DeviceStream]) -> None:
+    before = streams.streams[:]
+    streams.streams[:] = [DeviceStream(index, "cpu", Host()) for index in range(127)]
+    try:
+        assert opened().index == 127
+        with pytest.raises(sky.UsageError, match="a process can have 128"):
+            opened()
+    finally:
+        streams.streams[:] = before
+
+
+@pytest.mark.parametrize("version", ["1.9.0", None, "", 5])
+def test_a_host_with_another_torch_or_none_is_refused(version: Any) -> None:
+    host = Host(version)
+    with pytest.raises(sky.HostUnfit, match="no torch" if not version else "major and minor version") as caught:
+        open_device("cpu", host)
+    assert host.is_closed
+    assert caught.value.host == "node1"
+    assert "torch" in str(caught.value.hint)
+
+
+def test_another_patch_of_torch_will_do(opened: Callable[..., DeviceStream]) -> None:
+    major, minor, *_ = torch.__version__.split(".")
+    assert not opened(f"{major}.{minor}.99+cu130").is_lost
+
+
+REGISTERS = """
+import os
+from skyfab.device import backend
+from skyfab.errors import UsageError
+import torch
+
+backend.check()
+if not os.fork():
+    torch.utils.rename_privateuse1_backend("mine")
+    try:
+        backend.check()
+    except UsageError as error:
+        print(error.message, flush=True)
+    os._exit(0)
+os.wait()
+backend.register()
+backend.register()
+backend.check()
+print(torch.sky.device_count())
+"""
+
+
+def test_the_device_type_is_registered_once_and_needs_the_place_of_another() -> None:
+    done = subprocess.run([sys.executable, "-c", REGISTERS], capture_output=True, text=True)
+    taken = "the device type 'mine' is already registered in this process; PyTorch allows only one"
+    assert done.stdout.splitlines() == [taken, "0"], done.stderr
+    assert ("one accelerator per process" in done.stderr) == torch.cuda.is_available()

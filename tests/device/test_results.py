@@ -1,0 +1,232 @@
+"""What operators return on a remote device, and where: precision, strides, values, random numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+from skyfab.device import call_site
+
+torch = pytest.importorskip("torch")
+F = torch.nn.functional
+
+pytestmark = pytest.mark.lab
+
+
+# ---- precision under autocast: that of autocast on a GPU
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+OPERATORS: dict[str, tuple[Callable[[Any], Any], Any, Any]] = {
+    "a product is computed in the lower precision": (lambda a: a @ a, F32, BF16),
+    "also of a list of tensors": (lambda a: torch.einsum("ij,jk->ik", a, a), F32, BF16),
+    "a convolution": (lambda a: F.conv1d(a[None], a[:, :, None]), F32, BF16),
+    "a linear layer": (lambda a: F.linear(a, a), F32, BF16),
+    "with a bias": (lambda a: F.linear(a, a, a[0]), F32, BF16),
+    "a layer of double precision": (lambda a: F.linear(a, a), F64, F64),
+    "a product of double precision": (lambda a: a @ a, F64, F64),
+    "what needs the range of float32": (lambda a: a.softmax(0), BF16, F32),
+    "a sum": (lambda a: a.sum(), BF16, F32),
+    "what keeps the precision of its arguments": (lambda a: torch.addcmul(a, a, a), BF16, BF16),
+    "and what autocast does not know": (lambda a: a + a, BF16, BF16),
+}
+
+
+@pytest.mark.filterwarnings("ignore:mkldnn_matmul failed")  # a processor without bfloat16
+@pytest.mark.parametrize("name", OPERATORS)
+def test_the_precision_of_operators(device: Any, name: str) -> None:
+    program, given, expected = OPERATORS[name]
+    a = torch.arange(16.0).view(4, 4).div(16)
+    with torch.autocast("sky", dtype=BF16):
+        found = program(a.to(given).to(device))
+    assert found.dtype is expected
+    torch.testing.assert_close(found.float().cpu(), program(a), rtol=0.02, atol=0.02)
+
+
+def test_operators_of_this_machine_are_not_cast(device: Any) -> None:
+    with torch.autocast("sky", dtype=BF16):
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is F32
+
+
+# ---- strides, views and values
+
+
+def test_attention_returns_heads_beside_each_other(device: Any) -> None:
+    """As the fast kernels do: models view the transposed result without a copy."""
+    q = torch.randn(2, 4, 8, 16, device=device)
+    found = F.scaled_dot_product_attention(q, q, q).transpose(1, 2).view(2, 8, 64)
+    expected = F.scaled_dot_product_attention(q.cpu(), q.cpu(), q.cpu()).transpose(1, 2).reshape(2, 8, 64)
+    torch.testing.assert_close(found.cpu(), expected)
+    assert F.scaled_dot_product_attention(q[0], q[0], q[0]).is_contiguous()
+
+
+def test_memory_formats(device: Any) -> None:
+    image = torch.arange(24.0).view(1, 2, 3, 4)
+    last = torch.channels_last
+    for there in (
+        image.to(device, memory_format=last),
+        image.to(device).to(memory_format=last),
+        image.to(memory_format=last).to(device),
+        torch.empty(1, 2, 3, 4, device=device, memory_format=last).copy_(image),
+    ):
+        assert there.is_contiguous(memory_format=last)
+        assert torch.equal(there.cpu(), image)
+    assert image.to(device).is_contiguous()
+
+
+def test_values_of_conjugated_and_negated_views(device: Any) -> None:
+    a = torch.tensor([[1 + 2j, 3j], [2 - 1j, 1]])
+    there = a.to(device)
+    assert there.conj()[0, 0].item() == 1 - 2j
+    assert there.conj().imag[0, 0].item() == -2
+    assert repr(there.conj().tolist()) == repr(a.conj().tolist())
+    for mine, theirs in ((a.conj(), there.conj()), (a.conj().imag, there.conj().imag)):
+        assert str(theirs).startswith(str(mine)[:-1])
+        assert torch.empty_like(mine.clone()).copy_(theirs).tolist() == mine.tolist()
+    assert sky.fetch(there.conj()).result(60).tolist() == a.conj().tolist()
+    turned = there.T.conj()
+    assert turned.clone().stride() == turned.stride()
+    copied = turned.clone(memory_format=torch.contiguous_format)
+    assert copied.is_contiguous()
+    assert copied.tolist() == a.T.conj().tolist()
+
+
+def test_values_are_printed_with_one_wait(device: Any, syncs: Callable[[], int]) -> None:
+    there, before = torch.arange(2000.0, device=device), syncs()
+    assert str(there).startswith("tensor([0.0000e+00, 1.0000e+00")
+    assert syncs() == before + 1
+    assert str(torch.ones(2)) == "tensor([1., 1.])"
+
+
+def test_a_result_that_only_cpus_keep(device: Any) -> None:
+    x = torch.linspace(-2, 2, 5)
+    mine, theirs = x.clone().requires_grad_(), x.to(device).requires_grad_()
+    for one in (mine, theirs):
+        F.logsigmoid(one).sum().backward()
+    torch.testing.assert_close(theirs.grad.cpu(), mine.grad)
+
+
+def test_a_result_that_gpus_do_not_keep() -> None:
+    from skyfab.device import meta
+
+    x = torch.empty(5, device="meta")
+    for device, size in (("cpu", 5), ("cuda:0", 0)):
+        result, _, _ = meta.predict(torch.ops.aten.log_sigmoid_forward.default, [x], {}, device)
+        assert [one.shape for one in result] == [(5,), (size,)]
+
+
+def test_more_views_than_are_kept(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from skyfab.device import tensors
+
+    monkeypatch.setattr(tensors, "_MOST_VIEWS", 10)
+    base = torch.arange(100.0, device=device)
+    before = sky.memory(device)["tensors"]
+    for _ in range(2):
+        assert torch.stack([base[number:].sum() for number in range(50)])[-1].item() == sum(range(49, 100))
+    assert sky.memory(device)["tensors"] <= before + 10
+
+
+def test_more_kinds_of_operations_than_are_kept(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from skyfab.device import plans
+
+    def planned() -> int:
+        with sky.device.profile() as found:
+            assert (torch.ones(3, device=device) + 1).tolist() == [2, 2, 2]
+        return found.plans
+
+    planned()
+    assert planned() == 0
+    monkeypatch.setattr(plans, "_MOST_PLANS", 20)
+    sums = [torch.ones(size, device=device).sum() for size in range(1, 40)]
+    assert [one.item() for one in sums] == list(range(1, 40))
+    assert planned() > 0, "it was forgotten"
+
+
+def test_the_line_of_a_wait_is_the_programs_own(device: Any, line: Callable[[], int]) -> None:
+    """Not one of PyTorch's, in which it waits."""
+    a = torch.ones(3, device=device)
+    with sky.device.profile() as found:
+        at = line() + 1
+        str(a)
+    assert [one.site for one in found.lines] == [f"{__file__}:{at}"]
+
+
+def test_a_site_that_is_unknown() -> None:
+    assert call_site.describe(None) is None
+
+
+# ---- random numbers
+
+
+def test_any_seed_is_the_same_there(device: Any, same_numbers: bool) -> None:
+    if not same_numbers:
+        pytest.skip("a GPU has other numbers")
+    for seed in (-1, 2**63, 2**64 - 1):
+        torch.manual_seed(seed)
+        expected = torch.randn(3)
+        torch.manual_seed(seed)
+        assert torch.equal(torch.randn(3, device=device).cpu(), expected)
+        mine, theirs = (torch.Generator(device=where).manual_seed(seed) for where in ("cpu", device))
+        assert torch.equal(torch.randn(3, device=device, generator=theirs).cpu(), torch.randn(3, generator=mine))
+
+
+def test_each_device_has_a_state_of_its_own(device: Any, other: Any) -> None:
+    torch.manual_seed(7)
+    states = {where: torch.sky.get_rng_state(where) for where in (device, other)}
+    first = torch.randn(4, device=other).cpu()
+    assert not torch.equal(torch.sky.get_rng_state(other), states[other])
+    assert torch.equal(torch.sky.get_rng_state(device), states[device]), "nothing was drawn there"
+    torch.sky.set_rng_state(states[other], other)
+    assert torch.equal(torch.randn(4, device=other).cpu(), first)
+
+
+def test_a_device_may_be_meant_for_a_while(device: Any, other: Any) -> None:
+    before = torch.sky.current_device()
+    with torch.sky.device(other):
+        assert torch.sky.current_device() == other.index
+        state = torch.sky.get_rng_state()
+        first = torch.randn(4, device=other).cpu()
+        torch.sky.set_rng_state(state)
+        assert torch.equal(torch.randn(4, device=other).cpu(), first)
+    assert torch.sky.current_device() == before
+    with torch.sky.device(other.index):
+        assert torch.sky.current_device() == other.index
+
+
+def test_what_pytorch_asks_about_devices(device: Any, other: Any) -> None:
+    assert torch.sky.is_available() and torch.sky.is_initialized()
+    assert torch.sky.device_count() > max(device.index, other.index)
+    torch.sky.synchronize(other)
+    torch.sky.synchronize()
+
+
+# ---- devices by name, and batches for them
+
+
+def test_a_device_may_be_named(device: Any, other: Any) -> None:
+    for where in (device, other):
+        assert sky.memory(str(where)).keys() == sky.memory(where).keys()  # type: ignore[arg-type]
+        assert sky.run_on(str(where), torch.ones, 2).device == where  # type: ignore[arg-type]
+        assert sky.run_on(where, torch.ones, 2).device == where
+    for wrong in ("cpu", "sky:127", torch.device("meta")):
+        with pytest.raises(sky.UsageError, match="is not a remote device"):
+            sky.memory(wrong)
+
+
+@pytest.mark.parametrize("depth", [1, 3, 9])
+def test_batches_are_prefetched_in_order(device: Any, depth: int) -> None:
+    taken: list[int] = []
+
+    def loader() -> Iterator[Any]:
+        for number in range(5):
+            taken.append(number)
+            yield {"x": torch.full((2,), number), "n": number}
+
+    for at, batch in enumerate(sky.prefetch(loader(), device, depth=depth)):
+        assert (batch["n"], batch["x"].device, batch["x"].tolist()) == (at, device, [at, at])
+        assert len(taken) == min(5, at + depth)
+    with pytest.raises(sky.UsageError, match="depth=0"):
+        next(sky.prefetch([], device, depth=0))

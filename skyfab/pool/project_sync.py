@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.project import Project, Tree
 from skyfab.errors import HostLost, UsageError
 from skyfab.pool.futures import refuse_to_block
@@ -54,11 +55,12 @@ class ProjectSync:
             if self._nodes is None:
                 raise UsageError("the pool was closed")
             tree = self._project.tree()  # read again: another thread may have sent a newer one meanwhile
-            behind = [node for node in self._nodes if node.lost is None and not node.knows(tree)]
-            while not all(results_of(for_each_host(functools.partial(_learns, tree), behind))):
+            nodes = [node for node in self._nodes if node.lost is None]
+            while not all(results_of(for_each_host(functools.partial(_learns, tree), nodes))):
                 tree = self._project.tree(anew=True)  # a file has changed since the tree was read
-            use_tree(tree.digest)
-            self.tree = tree  # last: if a handler of signals raises before, the next call does all of it again
+            with SIGNAL_GUARD:  # a handler may raise, or make a call that syncs a newer tree
+                use_tree(tree.digest)
+                self.tree = tree
         return tree.digest
 
     def take_back(self, node: Node, accept: Callable[[], None]) -> None:

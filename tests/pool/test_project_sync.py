@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import threading
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from stage.fakes import FakeNode
 from stage.spot import until
 
 import skyfab as sky
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.image import Image
 from skyfab.calls.project import Project
 from skyfab.pool.project_sync import ProjectSync
@@ -238,6 +240,45 @@ def test_a_file_that_changes_while_it_is_sent_is_read_again(sync: ProjectSync, p
     assert sync.digest(plans.append) == "newer"
     assert plans == ["newer"]
     assert node.trees == {"newer"}
+
+
+def test_a_file_that_changes_while_one_node_is_sent_it_is_sent_to_all(sync: ProjectSync, project: FakeProject) -> None:
+    """Also to those that had the version before it: one that is slow must not keep others from the newest."""
+    fast, slow = FakeNode(1), FakeNode(2)
+    fast.trees.add("old")
+    project.after = FakeTree("newer")
+    send = slow.sync_project
+    slow.sync_project = lambda tree: tree.digest == "newer" and send(tree)  # type: ignore[method-assign]
+    sync.open([fast, slow])  # type: ignore[list-item]
+    assert sync.digest(lambda digest: None) == "newer"
+    assert "newer" in fast.trees & slow.trees
+
+
+def test_a_handler_that_raises_leaves_slots_with_the_version_that_is_noted(
+    sync: ProjectSync, project: FakeProject
+) -> None:
+    """Or else a call that the handler makes notes a newer one, and slots are left with the older one until an edit."""
+
+    def stop(number: int, frame: object) -> None:
+        raise KeyboardInterrupt
+
+    used: list[str] = []
+
+    def use_tree(digest: str) -> None:
+        used.append(digest)
+        signal.raise_signal(signal.SIGUSR1)
+
+    sync.open([FakeNode()])  # type: ignore[list-item]
+    before = signal.signal(signal.SIGUSR1, stop)
+    SIGNAL_GUARD.watch()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            sync.digest(use_tree)
+    finally:
+        SIGNAL_GUARD.leave()
+        signal.signal(signal.SIGUSR1, before)
+    assert used == ["old"]
+    assert sync.tree is project.now  # type: ignore[comparison-overlap]
 
 
 def test_a_file_that_changes_while_a_node_is_taken_back_is_left_to_the_next_call(

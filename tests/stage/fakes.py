@@ -159,6 +159,8 @@ class FakeNode:
         return tree.digest in self.trees
 
     def sync_project(self, tree: Any) -> bool:
+        if tree.digest in self.trees:
+            return True
         self.on_sync()
         self.trees.add(tree.digest)
         return True

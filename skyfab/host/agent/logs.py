@@ -37,9 +37,7 @@ class LogPipe:
         self._mux = mux
         self._path = path
         self._stream = stream
-        self._file = -1
-        self._size = 0
-        """Bytes in the file."""
+        self._file, self._size = -1, 0
         self._open()
         self.end = self._sent = 0
         """Bytes of output so far, in the file or forwarded."""
@@ -74,7 +72,8 @@ class LogPipe:
 
     def _keep(self, data: bytes) -> None:
         if self._sent == self.end and self._mux.queued(self._stream) < _ROOM:
-            self._store(data)
+            if not self.hung_up:  # else the next process may write to the file already
+                self._store(data)
             self._forward(data)
             self.end = self._sent = self.end + len(data)
             if self._size > _LARGE:

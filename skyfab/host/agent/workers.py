@@ -123,8 +123,7 @@ class Workers:
 
     def _end(self, name: str) -> None:
         """Kills a worker, if there is one of that name."""
-        old = self._workers.get(name)
-        if old is not None:
+        if (old := self._workers.get(name)) is not None:
             old.kill()
             self._reap(old, -signal.SIGKILL)
 

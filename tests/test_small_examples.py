@@ -25,6 +25,8 @@ PRINTED = {
     "doctor_in_ci": ["checks: ", "failure: 0"],
 }
 """What each prints, among other things."""
+LONG = {"dask_array"}
+"""Those whose processes import a framework."""
 
 
 def run(name: str, folder: Path, *hosts: str, **environ: str) -> str:
@@ -43,7 +45,9 @@ def run(name: str, folder: Path, *hosts: str, **environ: str) -> str:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("name", PRINTED)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LONG else name for name in PRINTED]
+)
 def test_on_this_machine(name: str, tmp_path: Path) -> None:
     if name == "gpu_info" and Path("/proc/driver/nvidia").exists():
         pytest.skip("this machine has a GPU, and the example then prints another line")

@@ -34,7 +34,7 @@ class DaskHost:
 
     def __init__(self, address: str, certificate: str, key: str) -> None:
         """`address` is that of this host for the others. Raises HostUnfit if Dask is not installed."""
-        self._address = address
+        self._address = f"[{address}]" if ":" in address else address
         self._folder = tempfile.mkdtemp(prefix="dask-", dir=context.own_folder())
         """For data that workers move to disk, and for the moment in which `ssl` reads the key from a file."""
         os.environ["TMPDIR"] = tempfile.tempdir = self._folder

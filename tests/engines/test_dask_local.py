@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 import threading
 from collections.abc import Callable
@@ -54,6 +55,19 @@ def test_each_gpu_has_a_worker(open_pool: Callable[..., sky.Compute]) -> None:
         assert list(client.run(visible).values()) == ["4,6"]
 
 
+@pytest.mark.slow
+def test_hosts_may_have_ipv6_only(open_pool: Callable[..., sky.Compute], monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError as error:
+        pytest.skip(f"no IPv6: {error}")
+    monkeypatch.setattr("skyfab.pool.compute.peer_addresses", lambda nodes: ["::1"] * len(nodes))
+    with open_pool("local").dask() as client:
+        assert client.submit(sum, [1, 2]).result() == 3
+        assert all(address.startswith("tls://[::1]:") for address in client.scheduler_info()["workers"])
+
+
+@pytest.mark.slow
 def test_an_exception_in_the_block_ends_it(open_pool: Callable[..., sky.Compute]) -> None:
     compute = open_pool("local")
     with pytest.raises(LookupError):

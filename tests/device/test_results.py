@@ -173,6 +173,16 @@ def test_any_seed_is_the_same_there(device: Any, same_numbers: bool) -> None:
         assert torch.equal(torch.randn(3, device=device, generator=theirs).cpu(), torch.randn(3, generator=mine))
 
 
+def test_a_generator_that_is_dropped_is_freed_there(device: Any) -> None:
+    from skyfab.device import tensors
+
+    stream, generator = tensors.streams[device.index], torch.Generator(device=device)
+    ident = generator.remote_id
+    with stream._lock:  # nothing is sent meanwhile
+        del generator
+        assert ident in stream.freed
+
+
 def test_each_device_has_a_state_of_its_own(device: Any, other: Any) -> None:
     torch.manual_seed(7)
     states = {where: torch.sky.get_rng_state(where) for where in (device, other)}

@@ -26,6 +26,9 @@ TEST_PROGRAMS = {
     "shellcheck": "shellcheck",
 }
 """What tests use, on hosts and here, programs and modules for PAM, each with the Debian package that has it."""
+_PYTHON = "python{}.{}".format(*sys.version_info)
+if Path(f"/usr/bin/{_PYTHON}").exists():  # else Debian does not have CPython's own tests in this version
+    TEST_PROGRAMS[f"/usr/lib/{_PYTHON}/test/test_abc.py"] = f"lib{_PYTHON}-testsuite"
 
 
 class Tier(NamedTuple):

@@ -16,6 +16,7 @@ PRINTED = {
     "hello": ["2.5"],
     "broadcast_shard": ["9 words for", "rank 1: ", "all: 9 words, 35 letters"],
     "gather": ["(0.2, 0.1)", "arrived: 0.1", "arrived: 0.3", "[0.01, 0.01, 0.01, 0.01, 0.01]"],
+    "executor": ["4", "2262", "[1.0, 2.0, 3.0, 4.0]", "[25, 168]"],
     "gpu_info": ["no NVIDIA GPU"],
     "files": ["0.txt 4000"],
     "own_plugin": ["True True"],
@@ -72,6 +73,13 @@ def test_on_two_hosts(name: str, tmp_path: Path, lab: Lab) -> None:
 def test_tensorboard_is_installed_on_a_host_and_read_from_here(tmp_path: Path, lab: Lab) -> None:
     said = run("forward_tensorboard", tmp_path, "node1", SKYFAB_INVENTORY=str(lab.inventory))
     assert said.startswith("http://127.0.0.1:") and said.endswith("scalars: loss\n")
+
+
+@pytest.mark.programs
+@pytest.mark.slow
+def test_a_grid_search(tmp_path: Path) -> None:
+    pytest.importorskip("sklearn")
+    assert run("grid_search", tmp_path).splitlines()[0] == "1797 averages"
 
 
 @pytest.mark.lab

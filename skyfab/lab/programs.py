@@ -52,7 +52,9 @@ def missing(programs: Mapping[str, str]) -> list[str]:
 
 
 def find(program: str) -> str | None:
-    """The path of a program or of a module for PAM, if it is installed."""
+    """The path of a program, of a module for PAM, or of a file that is named by its path, if it is installed."""
+    if program.startswith("/"):
+        return program if Path(program).exists() else None
     if program.endswith(".so"):
         return next((str(one) for top in ("/lib", "/usr/lib") for one in Path(top).glob(f"*/security/{program}")), None)
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin", "/sbin"])

@@ -68,6 +68,7 @@ if TYPE_CHECKING:
     import torch
 
     from skyfab.device.stream import DeviceStream
+    from skyfab.engines.executor import PoolExecutor
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -466,6 +467,16 @@ class Compute(ShownAsTable):
         label = getattr(kind, "__qualname__", repr(kind))
         made = made_by(kind, args, kwargs)
         return self._actors.make(made, nodes, self._sync_tree, label=label, gpus=gpus, restarts=restarts)
+
+    def executor(self, gpus: int = 0) -> PoolExecutor:
+        """The pool as a `concurrent.futures.Executor`, with all slots of all hosts (docs/engines.md).
+
+        `gpus` is the number of GPUs that each of its calls reserves: only 0 so far.
+        """
+        from skyfab.engines.executor import PoolExecutor
+
+        self._check_open()
+        return PoolExecutor(self, self._scheduler.slots, gpus=gpus)
 
     def dask(
         self, *, workers: int | None = None, threads: int | None = None

@@ -1,0 +1,316 @@
+"""`compute.executor()`: what a program that takes a `concurrent.futures.Executor` may do with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import BrokenExecutor, CancelledError, Executor, Future, as_completed, wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage import labs
+from stage.spot import until
+
+import skyfab as sky
+from skyfab.errors import HostLost, NotPicklable, RemoteError, RemoteTraceback, UsageError, WorkerDied
+
+
+def square(number: int) -> int:
+    return number * number
+
+
+def fail(number: int) -> int:
+    raise ZeroDivisionError(f"no {number}")
+
+
+def meet(folder: str, number: int, count: int) -> int:
+    """Returns once so many calls run at a time."""
+    Path(folder, str(number)).touch()
+    until(lambda: len(list(Path(folder).iterdir())) == count)
+    return number
+
+
+class Stubborn(Exception):
+    def __reduce__(self) -> Any:
+        raise TypeError("not this one")
+
+
+def be_stubborn() -> None:
+    raise Stubborn("inside")
+
+
+class Adder:
+    def __init__(self, more: int) -> None:
+        self.more = more
+
+    def add(self, number: int) -> int:
+        return number + self.more
+
+
+@pytest.fixture(scope="module")
+def two(home: object) -> Iterator[sky.Compute]:
+    with sky.Compute("local", slots=2, ui="none") as compute:
+        yield compute
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (square, 9),
+        (lambda number: number + 1, 4),
+        (Adder(7).add, 10),
+        (functools.partial(pow, 2), 8),
+        (sky.function(square), 9),
+        (float, 3.0),
+    ],
+    ids=["function", "lambda", "method", "partial", "decorated", "class"],
+)
+def test_anything_that_can_be_called(two: sky.Compute, fn: Callable[[int], Any], expected: object) -> None:
+    with two.executor() as executor:
+        assert isinstance(executor, Executor)
+        assert executor.submit(fn, 3).result() == expected
+        assert list(executor.map(fn, [3] * 5, chunksize=2)) == [expected] * 5
+
+
+def test_it_runs_as_many_calls_as_there_are_slots(two: sky.Compute, tmp_path: Path) -> None:
+    with two.executor() as executor:
+        assert executor.slots == 2
+        futures = [executor.submit(meet, str(tmp_path), number, 2) for number in range(2)]
+        assert [future.result() for future in futures] == [0, 1]
+
+
+def test_an_exception_has_its_type_and_its_traceback_on_the_host(two: sky.Compute) -> None:
+    with two.executor() as executor:
+        future = executor.submit(fail, 3)
+        with pytest.raises(ZeroDivisionError, match="no 3") as caught:
+            future.result()
+    assert isinstance(caught.value.__cause__, RemoteTraceback)
+    assert "in fail" in str(caught.value.__cause__)
+
+
+def test_an_exception_that_cannot_be_pickled_is_told_by_name(two: sky.Compute) -> None:
+    with two.executor() as executor:
+        with pytest.raises(RemoteError, match="Stubborn"):
+            executor.submit(be_stubborn).result()
+        assert executor.submit(square, 2).result() == 4
+
+
+def test_what_cannot_be_pickled_is_the_error_of_its_future(two: sky.Compute) -> None:
+    lock = threading.Lock()
+    with two.executor() as executor:
+        for future in (executor.submit(lambda: lock), executor.submit(id, lock)):
+            assert isinstance(future.exception(), NotPicklable)
+        assert executor.submit(square, 2).result() == 4
+
+
+def test_a_call_whose_process_dies_is_the_only_one_that_fails(two: sky.Compute) -> None:
+    with two.executor() as executor:
+        died = executor.submit(os._exit, 3)
+        others = [executor.submit(square, number) for number in range(10)]
+        assert isinstance(died.exception(), WorkerDied)
+        assert [future.result() for future in others] == [number * number for number in range(10)]
+
+
+def test_a_waiting_call_can_be_cancelled_and_a_running_one_cannot(two: sky.Compute) -> None:
+    with two.executor() as executor:
+        futures = [executor.submit(time.sleep, 0.5) for _ in range(8)]
+        assert futures[0].running() and not futures[0].cancel()
+        assert futures[7].cancel() and futures[7].cancelled() and not futures[7].running()
+        done, not_done = wait(futures)
+    assert done == set(futures) and not not_done
+    assert [future.cancelled() for future in futures] == [False] * 7 + [True]
+    assert not futures[0].cancel()
+
+
+def test_callbacks_run_in_order_and_may_make_calls(two: sky.Compute) -> None:
+    found: list[object] = []
+    more: list[Future[int]] = []
+    with two.executor() as executor:
+        future = executor.submit(time.sleep, 0.2)
+        for number in range(20):
+            future.add_done_callback(lambda _, number=number: found.append(number))  # type: ignore[misc]
+        future.add_done_callback(lambda _: more.append(executor.submit(square, 5)))
+        future.add_done_callback(lambda _: found.append(threading.current_thread().name))
+        future.result()
+        until(lambda: bool(more))
+        assert more[0].result() == 25
+    assert found == [*range(20), "skyfab-executor"]
+
+
+def test_threads_submit_at_the_same_time(two: sky.Compute) -> None:
+    with two.executor() as executor:
+        results: dict[int, list[int]] = {}
+
+        def work(number: int) -> None:
+            futures = [executor.submit(square, number * 100 + each) for each in range(50)]
+            results[number] = [future.result() for future in as_completed(futures)]
+
+        threads = [threading.Thread(target=work, args=(number,)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert {number: sorted(found) for number, found in results.items()} == {
+        number: [(number * 100 + each) ** 2 for each in range(50)] for number in range(6)
+    }
+
+
+def test_after_shutdown_nothing_is_taken_and_what_was_is_finished(two: sky.Compute) -> None:
+    executor = two.executor()
+    futures = [executor.submit(square, number) for number in range(20)]
+    executor.shutdown(wait=False)
+    with pytest.raises(RuntimeError, match="after shutdown"):
+        executor.submit(square, 1)
+    assert [future.result() for future in futures] == [number * number for number in range(20)]
+    executor.shutdown()
+    executor.shutdown(cancel_futures=True)
+    assert two.executor().submit(square, 3).result() == 9, "another executor of the pool is not affected"
+
+
+def test_only_zero_gpus_can_be_reserved(two: sky.Compute) -> None:
+    assert two.executor(gpus=0)
+    with pytest.raises(UsageError, match=r"invalid gpus=1: expected 0"):
+        two.executor(gpus=1)
+
+
+def test_timeout_and_retries_of_a_function_hold(two: sky.Compute) -> None:
+    with two.executor() as executor:
+        assert isinstance(executor.submit(sky.function(timeout=0.3)(time.sleep), 60).exception(), TimeoutError)
+
+
+def test_a_map_ends_with_its_first_error_and_leaves_the_rest(two: sky.Compute) -> None:
+    with two.executor() as executor:
+        found = executor.map(lambda number: 1 // number, [1, 1, 0, 1])
+        assert [next(found), next(found)] == [1, 1]
+        with pytest.raises(ZeroDivisionError):
+            next(found)
+        with pytest.raises(ValueError, match="chunksize"):
+            executor.map(square, [1], chunksize=0)
+        with pytest.raises(TimeoutError):
+            list(executor.map(time.sleep, [0.5], timeout=0))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 14), reason="Python has `buffersize` from 3.14 on")
+def test_a_map_reads_no_further_ahead_than_its_buffer(two: sky.Compute) -> None:
+    read: list[int] = []
+
+    def items() -> Iterator[int]:
+        for number in range(100):
+            read.append(number)
+            yield number
+
+    with two.executor() as executor:
+        found = executor.map(square, items(), buffersize=5)
+        assert next(found) == 0 and len(read) <= 7
+        assert list(found) == [number * number for number in range(1, 100)]
+
+
+def test_asyncio_runs_functions_in_it(two: sky.Compute) -> None:
+    async def main() -> list[int]:
+        loop = asyncio.get_running_loop()
+        with two.executor() as executor:
+            return await asyncio.gather(*(loop.run_in_executor(executor, square, number) for number in range(20)))
+
+    assert asyncio.run(main()) == [number * number for number in range(20)]
+
+
+def test_tqdm_shows_the_progress_of_a_map(
+    two: sky.Compute, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    concurrent = pytest.importorskip("tqdm.contrib.concurrent")
+    monkeypatch.setattr(concurrent.tqdm_auto, "monitor_interval", 0)  # else it leaves a thread
+    found = concurrent._executor_map(lambda **_: two.executor(), square, range(50), chunksize=7)
+    assert found == [number * number for number in range(50)]
+    assert "/50 [" in capsys.readouterr().err
+
+
+# ---- pools that close, and hosts that are lost
+
+
+def test_a_pool_that_closes_ends_the_calls_of_its_executor(open_pool: Callable[..., sky.Compute]) -> None:
+    compute = open_pool("local", slots=2)
+    executor = compute.executor()
+    futures = [executor.submit(time.sleep, 60) for _ in range(10)]
+    compute.close()
+    done, left = wait(futures, timeout=60)
+    assert not left and all(future.exception() is not None for future in done)
+    assert isinstance(executor.submit(square, 1).exception(), UsageError)
+    executor.shutdown()
+    with pytest.raises(UsageError, match="not open"):
+        compute.executor()
+
+
+@pytest.mark.lab
+@pytest.mark.slow
+def test_a_lost_host_fails_its_own_calls_and_the_last_one_breaks_the_executor() -> None:
+    with labs.start_for_calls(2) as lab:
+        if lab.kind != "namespace":
+            pytest.skip(lab.limits[0])
+        with (
+            sky.Compute(inventory=lab.inventory, slots=2, lease=2, ui="none") as compute,
+            compute.executor() as executor,
+        ):
+            futures = [executor.submit(time.sleep, 0.01) for _ in range(1000)]
+            futures[100].result()
+            lab.hosts[0].kill()
+            wait(futures)
+            failed = [future for future in futures if future.exception() is not None]
+            assert 0 < len(failed) <= 4 and all(isinstance(future.exception(), HostLost) for future in failed)
+            futures = [executor.submit(time.sleep, 30) for _ in range(20)]
+            lab.hosts[1].kill()
+            wait(futures)
+            assert all(isinstance(future.exception(), BrokenExecutor) for future in futures)
+            assert isinstance(futures[0].exception().__cause__, HostLost)
+            assert isinstance(executor.submit(square, 1).exception(), BrokenExecutor)
+
+
+PROGRAM = """
+import time
+from concurrent.futures import as_completed
+
+import skyfab as sky
+
+if __name__ == "__main__":
+    with sky.Compute("local", slots=2, ui="none") as compute:
+        with compute.executor() as executor:
+            futures = [executor.submit(time.sleep, 600) for _ in range(20)]
+            print("waits", flush=True)
+            for future in as_completed(futures):
+                print("never")
+"""
+
+
+@pytest.mark.programs
+def test_ctrl_c_in_as_completed_ends_everything(tmp_path: Path) -> None:
+    script = tmp_path / "program.py"
+    script.write_text(PROGRAM)
+    program = subprocess.Popen(
+        [sys.executable, str(script)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert program.stdout is not None and program.stdout.readline() == "waits\n"
+    time.sleep(0.5)
+    program.send_signal(signal.SIGINT)
+    said, errors = program.communicate(timeout=60)
+    assert (said, errors, program.returncode) == ("", "interrupted\n", -signal.SIGINT)
+
+
+def test_an_exception_in_the_block_waits_for_calls_and_ctrl_c_stops_them(two: sky.Compute) -> None:
+    def leave(error: BaseException, seconds: float, count: int) -> list[Future[None]]:
+        with contextlib.suppress(type(error)), two.executor() as executor:
+            futures = [executor.submit(time.sleep, seconds) for _ in range(count)]
+            raise error
+        return futures
+
+    assert [future.result() for future in leave(ZeroDivisionError(), 0.2, 4)] == [None] * 4
+    for future in leave(KeyboardInterrupt(), 600, 10):
+        with pytest.raises(CancelledError):
+            future.result()

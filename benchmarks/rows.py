@@ -17,6 +17,7 @@ from benchmarks.doctor import Doctor
 from benchmarks.environment import Environment
 from benchmarks.files import Files
 from benchmarks.forward import Forward
+from benchmarks.joblib_tasks import Joblib
 from benchmarks.many import Many
 from benchmarks.map import Map
 from benchmarks.output import Lines
@@ -41,6 +42,7 @@ ROWS: tuple[Row, ...] = (
     Warm(),
     Cold(),
     Map(),
+    Joblib(),
     Bulk(),
     Files(),
     Forward(),

@@ -97,6 +97,7 @@ OUTSIDE = {
         "cli.train",
         "demo.digits",
     },
+    "joblib": {"engines.joblib_backend", "plugins"},
     "jax": {"plugins"},
     "jaxlib": {"plugins"},
     "uv": {"env.uv"},

@@ -11,6 +11,7 @@ from skyfab.plugins.base import Plugin as Plugin
 from skyfab.plugins.dask import dask as dask
 from skyfab.plugins.huggingface import huggingface as huggingface
 from skyfab.plugins.jax import jax as jax
+from skyfab.plugins.joblib import joblib as joblib
 from skyfab.plugins.keras import keras as keras
 from skyfab.plugins.torch import torch as torch
 

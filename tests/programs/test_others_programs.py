@@ -257,6 +257,13 @@ def test_guides_08_and_20_a_model_is_fine_tuned_and_used(guide: Run) -> None:
     assert guide("g20_inference")[-2:] == ["good film: positive", "poor plot: negative"]
 
 
+@needs("joblib", "sklearn")
+def test_guides_09_and_10_joblib_and_a_grid_search(guide: Run) -> None:
+    """In the pool's environment, which has the versions of this machine."""
+    assert guide("g10_joblib") == ["results: 80 6320", "in parallel: True"]
+    assert guide("g09_grid_search")[-2:] == ["candidates: 8", "best: SVC True"]
+
+
 def test_guide_11_variables_and_several_hosts(guide: Run) -> None:
     """On hosts of the lab; tests/providers has the same with containers."""
     places = [(0, 3, True), (1, 3, False), (2, 3, False)]

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from skyfab.calls.image import Image as Image
     from skyfab.calls.image import PipIndex as PipIndex
     from skyfab.calls.refs import Ref as Ref
+    from skyfab.calls.stream import stream as stream
     from skyfab.context import InstanceInfo as InstanceInfo
     from skyfab.context import instance_info as instance_info
     from skyfab.context import shard as shard
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from skyfab.inventory.host import Host as Host
     from skyfab.inventory.inventory import Inventory as Inventory
     from skyfab.pool.compute import Compute as Compute
+    from skyfab.pool.streams import merge as merge
     from skyfab.providers.container import Container as Container
     from skyfab.providers.vagrant import Vagrant as Vagrant
 
@@ -68,6 +70,8 @@ _HOMES = {
     "inventory.host": ("Host",),
     "inventory.inventory": ("Inventory",),
     "calls.refs": ("Ref",),
+    "calls.stream": ("stream",),
+    "pool.streams": ("merge",),
     "providers.container": ("Container",),
     "providers.vagrant": ("Vagrant",),
 }

@@ -8,10 +8,13 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from types import CoroutineType
+from types import AsyncGeneratorType, CoroutineType
 from typing import Any, Literal, NamedTuple, TypeVar
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+_YIELDS = 0x220
+"""Flags of the code of generators and asynchronous generators; importing `inspect` for them is slow."""
 
 
 class InstanceInfo(NamedTuple):
@@ -65,6 +68,66 @@ def awaited(result: Any) -> Any:
     import asyncio
 
     return asyncio.run(result)
+
+
+def yields(function: Any) -> bool:
+    """Whether a call of it returns a generator, or an asynchronous one."""
+    function = getattr(function, "func", function)  # that of functools.partial
+    kind = type(function)
+    code = getattr(function, "__code__", None) or getattr(vars(kind).get("__call__"), "__code__", None)
+    return code is not None and bool(code.co_flags & _YIELDS)
+
+
+def iterated(values: Any) -> Iterator[Any]:
+    """The values of a generator; an asynchronous one runs in an event loop of its own."""
+    if type(values) is not AsyncGeneratorType:
+        return iter(values)
+    return _from_async(values)
+
+
+def _from_async(values: Any) -> Iterator[Any]:
+    import asyncio
+
+    loop = asyncio.new_event_loop()
+    try:
+        while True:
+            try:
+                value = loop.run_until_complete(values.__anext__())
+            except StopAsyncIteration:
+                return
+            yield value
+    finally:
+        loop.run_until_complete(values.aclose())
+        loop.close()
+
+
+class Client:
+    """What a worker can ask of the program that has opened the pool. Replaced by the worker itself."""
+
+    def argument(self, number: int) -> Iterator[Any]:
+        raise RuntimeError("a stream can be read only in the process of its call")
+
+    def ask(self, request: tuple[Any, ...]) -> Any:
+        raise RuntimeError("an actor can be called only in a process of its pool")
+
+
+_client = Client()
+
+
+def hold_client(client: Client) -> None:
+    """Sets how the program is asked. Called once, by the worker itself."""
+    global _client
+    _client = client
+
+
+def argument(number: int) -> Iterator[Any]:
+    """An argument that is a stream, of the call that is being unpickled: pickles of calls refer to this function."""
+    return _client.argument(number)
+
+
+def ask_client(request: tuple[Any, ...]) -> Any:
+    """Asks the program that has opened the pool to call an actor: whether it returned, and the value or exception."""
+    return _client.ask(request)
 
 
 _folder = ""
@@ -224,6 +287,13 @@ def _limited(fds: tuple[int, ...], only: Only) -> Callable[[F], F]:
             async def limited(*args: Any, **kwargs: Any) -> Any:
                 with nullcontext() if may_speak(only) else muted(fds):
                     return await function(*args, **kwargs)
+
+        elif yields(function):
+
+            @functools.wraps(function)
+            def limited(*args: Any, **kwargs: Any) -> Any:
+                with nullcontext() if may_speak(only) else muted(fds):
+                    yield from iterated(function(*args, **kwargs))
 
         else:
 

@@ -60,6 +60,7 @@ NAMES = [
     "instance_info",
     "load_on",
     "memory",
+    "merge",
     "prefetch",
     "remote",
     "run_on",
@@ -68,6 +69,7 @@ NAMES = [
     "silent",
     "stderr",
     "stdout",
+    "stream",
     "synchronize",
 ]
 """A name is added or taken away here on purpose, or not at all."""

@@ -15,12 +15,16 @@ from dataclasses import dataclass
 from typing import Any, Final, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 
 from skyfab._util.signals import SIGNAL_GUARD
+from skyfab.calls.stream import parameters
+from skyfab.context import yields
 from skyfab.errors import UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Errors = Literal["raise", "return"]
 
+AHEAD: Final = 64
+"""Values of a generator that are sent before they are used, at most."""
 BY_VALUE: Final = {"__main__", "__mp_main__"}
 """Modules that hosts do not import: what they define is pickled by value."""
 
@@ -59,14 +63,24 @@ class Function(Generic[P, R]):
     """A function that runs on hosts; `function` makes it. Calling it returns a `Call`; the plain function is `.fn`."""
 
     def __init__(
-        self, fn: Callable[P, R], *, timeout: float | None = None, retries: int = 0, stall: float | None = None
+        self,
+        fn: Callable[P, R],
+        *,
+        timeout: float | None = None,
+        retries: int = 0,
+        stall: float | None = None,
+        ahead: int = AHEAD,
     ) -> None:
         for name, seconds in (("timeout", timeout), ("stall", stall)):
             if seconds is not None:
                 check_seconds(name, seconds)
         if type(retries) is not int or retries < 0:
             raise UsageError(f"invalid retries={retries!r}: expected 0 or more")
+        if type(ahead) is not int or ahead < 0:
+            raise UsageError(f"invalid ahead={ahead!r}: expected 0 or more")
         self.fn = fn
+        self.ahead = ahead
+        """How many values of a generator are sent before they are used."""
         self.stall = stall
         """Seconds without progress after which the stacks of its processes are reported."""
         self.retries = retries
@@ -88,9 +102,23 @@ class Function(Generic[P, R]):
     def label(self) -> str:
         return (self._name or repr(self.fn)).replace("<locals>.", "")
 
+    @functools.cached_property
+    def yields(self) -> bool:
+        """It is a generator function: a call gives an iterator."""
+        return yields(self.fn)
+
+    @functools.cached_property
+    def iterators(self) -> frozenset[int | str]:
+        """Its parameters that are annotated as iterators, by position and by name."""
+        return parameters(self.fn)
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"timeout": self.timeout, "retries": self.retries, "stall": self.stall, "ahead": self.ahead}
+
     def rewrap(self, decorate: Callable[[Callable[P, R]], Callable[P, R]]) -> Function[P, R]:
         """A copy with the decorator `decorate` around the plain function."""
-        return Function(decorate(self.fn), timeout=self.timeout, retries=self.retries, stall=self.stall)
+        return Function(decorate(self.fn), **self._options)
 
     def __repr__(self) -> str:
         return f"<sky.function {self.label}>"
@@ -102,7 +130,7 @@ class Function(Generic[P, R]):
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         """Pickled by name if a host can import it, as functions are; else by value."""
-        return self._name if self.is_importable else (_rebuild, (self.fn, self.timeout, self.retries, self.stall))
+        return self._name if self.is_importable else (_rebuild, (self.fn, self._options))
 
     @property
     def is_importable(self) -> bool:
@@ -117,8 +145,8 @@ class Function(Generic[P, R]):
         return found is self
 
 
-def _rebuild(fn: Callable[P, R], timeout: float | None, retries: int, stall: float | None) -> Function[P, R]:
-    return Function(fn, timeout=timeout, retries=retries, stall=stall)
+def _rebuild(fn: Callable[P, R], options: dict[str, Any]) -> Function[P, R]:
+    return Function(fn, **options)
 
 
 @overload
@@ -127,19 +155,27 @@ def function(fn: Callable[P, Coroutine[Any, Any, R]], /) -> Function[P, R]: ... 
 def function(fn: Callable[P, R], /) -> Function[P, R]: ...
 @overload
 def function(
-    *, timeout: float | None = None, retries: int = 0, stall: float | None = None
+    *, timeout: float | None = None, retries: int = 0, stall: float | None = None, ahead: int = AHEAD
 ) -> Callable[[Callable[P, R]], Function[P, R]]: ...
-def function(fn: Any = None, /, *, timeout: float | None = None, retries: int = 0, stall: float | None = None) -> Any:
+def function(
+    fn: Any = None,
+    /,
+    *,
+    timeout: float | None = None,
+    retries: int = 0,
+    stall: float | None = None,
+    ahead: int = AHEAD,
+) -> Any:
     """Decorates the function `fn` to run on hosts: ``@sky.function`` or ``@sky.function(timeout=60, retries=2)``.
 
     A call is stopped on its host after `timeout` seconds, and raises CallTimeout. A broadcast (``@``) that fails is
     restarted on all ranks, up to `retries` times; the number of restarts is in ``instance_info().attempt``. Any other
     call is moved to another host if its host is lost, so it may run twice. If a rank makes no progress for `stall`
     seconds, the stacks of all ranks are shown, grouped; the call continues. An ``async def`` runs in its own event
-    loop.
+    loop. The call of a generator function gives an iterator; up to `ahead` values are sent before they are used.
     """
     if fn is None:
-        return lambda fn: Function(fn, timeout=timeout, retries=retries, stall=stall)
+        return lambda fn: Function(fn, timeout=timeout, retries=retries, stall=stall, ahead=ahead)
     return Function(fn)
 
 

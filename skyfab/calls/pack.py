@@ -18,6 +18,7 @@ from typing import Any, Final
 
 from skyfab._util.signals import is_from_handler
 from skyfab.calls.call import Call, Function
+from skyfab.calls.stream import Stream, collect, streamed
 from skyfab.errors import NotPicklable
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import name_of
@@ -48,6 +49,17 @@ class PackedCall:
     timeout: float | None = None
     retries: int = 0
     stall: float | None = None
+    yields: bool = False
+    """It is a call of a generator function."""
+    ahead: int = 0
+    """How many of its values are sent before they are used."""
+    found: Sequence[Any] = ()
+    """Streams and actors in its arguments, by their numbers."""
+
+    @property
+    def talks(self) -> bool:
+        """Whether values are exchanged with it while it runs."""
+        return self.yields or (bool(self.found) and any(isinstance(one, Stream) for one in self.found))
 
 
 def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = (), *, each: bool = True) -> PackedFunction:
@@ -92,6 +104,15 @@ def pack_arguments(call: Call[Any]) -> codec.Payload:
                     hint="create it inside the function, or pass the data that it is made from",
                 ) from error
         raise NotPicklable(f"the arguments of {call.function.label} cannot be pickled: {error}") from error
+
+
+def pack_streams(call: Call[Any]) -> tuple[codec.Payload, tuple[Any, ...]]:
+    """The pickled arguments, and the streams and actors in them. Raises NotPicklable."""
+    places = call.function.iterators
+    if places:
+        args, kwargs = streamed(places, call.args, call.kwargs)
+        call = Call(call.function, args, kwargs)
+    return collect(lambda: pack_arguments(call))
 
 
 def send_main_by_value() -> None:

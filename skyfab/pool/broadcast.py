@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any, Final, Literal
 
 from skyfab._util.signals import SIGNAL_GUARD, is_from_handler
@@ -19,8 +21,10 @@ from skyfab.errors import (
     ProtocolError,
     RemoteTraceback,
     SkyfabError,
+    UsageError,
     broadcast_error,
 )
+from skyfab.pool.feeds import converse
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.gang import Gang, GangSpec, Member
 from skyfab.pool.images import HostImages
@@ -28,6 +32,7 @@ from skyfab.pool.node import Node
 from skyfab.pool.recovery import wait_for_lost
 from skyfab.pool.rendezvous import RendezvousFinder, strongest_need
 from skyfab.pool.stall import watch
+from skyfab.pool.streams import Conversation, RemoteIterator, end_all
 from skyfab.protocol import messages
 from skyfab.session.timing import Timing
 from skyfab.ui.events import Events
@@ -66,6 +71,10 @@ class Broadcast:
         self.untrusted = untrusted
         self.future: CallFuture = CallFuture() if after is None else after.future
         self.future.label = call.label
+        self.conversations: list[Conversation] = []
+        """The exchanges with each rank, if the call has some."""
+        self._iterators: Callable[[], CallFuture | None] = lambda: None
+        """A weak reference to the future of the ranks' iterators: those that nobody has are closed."""
         self._min_hosts = min_hosts
         self.gang: Gang | None = None
         """The gang that runs it, once it has begun."""
@@ -95,8 +104,22 @@ class Broadcast:
         self.gang = gang
         self.job = gang.job
         self.future.on_cancel = self.stop
+        if self.call.talks:
+            self.conversations = converse(self.call, size, untrusted=self.untrusted)
+            for member, conversation in zip(gang.members, self.conversations, strict=True):
+                conversation.stop = functools.partial(self._stop_rank, member)
         for member in gang.members:
             self._start(member, shared=size > 1)
+        if (iterators := self._iterators()) is not None:
+            iterators.settle([RemoteIterator(conversation) for conversation in self.conversations])
+
+    def iterators(self) -> CallFuture:
+        """The future of the iterators over the values of each rank, which is resolved when the call has begun."""
+        future = CallFuture()
+        future.label = self.call.label
+        future.on_cancel = self.future.cancel
+        self._iterators = weakref.ref(future)
+        return future
 
     def _start(self, member: Member, *, shared: bool) -> None:
         store: Literal["all", "repeated"] = "all" if shared else "repeated"
@@ -121,6 +144,8 @@ class Broadcast:
     def sent(self, member: Member, stream: int) -> None:
         with self._lock:
             self._streams[member.rank] = stream
+        if self.conversations:
+            self.conversations[member.rank].begin(member.node, member.worker, stream)
         if not self.is_wanted:  # it was cancelled while it was being sent
             self.stop()
 
@@ -146,6 +171,8 @@ class Broadcast:
                 self._timer = threading.Timer(GRACE, self.stop)
                 self._timer.daemon = True
                 self._timer.start()
+        if self.conversations:
+            self.conversations[member.rank].end(error)
         if done:
             self._finish()
 
@@ -162,6 +189,8 @@ class Broadcast:
         if not self._ended(self, error):
             self.future.settle(result, error)
             self.future.on_cancel = None
+            if (iterators := self._iterators()) is not None and not iterators.done():
+                iterators.settle(None, error)
 
     def stop(self) -> None:
         """Cancels it on the ranks that have not replied. Must not stop any other call there."""
@@ -179,6 +208,11 @@ class Broadcast:
                 node.cancel(stream)
             except SkyfabError:
                 pass  # the host is lost: its failure will be reported separately
+
+    def _stop_rank(self, member: Member) -> None:
+        """Cancels it on one rank."""
+        with suppress(SkyfabError):  # the host is lost: its failure will be reported separately
+            member.node.cancel(self._streams[member.rank])
 
     def _finish(self) -> None:
         if self._timer is not None:
@@ -326,13 +360,16 @@ class Broadcasts:
 
     def submit(self, call: PackedCall, nodes: Sequence[Node], *, pool: object = None) -> CallFuture:
         """Runs a call on the ranks of the available nodes, again after a failure if it may be retried."""
+        if call.talks and self._elastic is not None:
+            raise UsageError(f"{call.label} is a generator, or an argument is a stream: elastic gangs have neither")
         broadcast = self._attempt(call, nodes)
         future = broadcast.future
         future.pool = pool
+        iterators = broadcast.iterators() if call.yields else None
         self._add(broadcast)
         if call.stall is not None:
             watch(future, lambda: self._processes(future), call.stall, call.label, self._events)
-        return future
+        return iterators or future
 
     def _attempt(self, call: PackedCall, nodes: Sequence[Node], after: Broadcast | None = None) -> Broadcast:
         enough = None if self._elastic is None else self._elastic.min_hosts
@@ -400,6 +437,9 @@ class Broadcasts:
         with self._lock:
             self._closed = True
             waiting, self._waiting = self._waiting, deque()
+            active = self._active
+        if active is not None and active.call.yields:
+            end_all(active.conversations)
         for broadcast in waiting:
             broadcast.end(None, _too_late(broadcast))
 

@@ -29,22 +29,25 @@ from skyfab.calls.call import (
     not_a_function,
 )
 from skyfab.calls.image import Image
-from skyfab.calls.pack import PackedCall, pack_arguments, pack_function
+from skyfab.calls.pack import PackedCall, pack_function, pack_streams
 from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
+from skyfab.calls.stream import Stream, collect
 from skyfab.detached.run import Run, attach
 from skyfab.errors import UsageError
 from skyfab.files.transfer import Report
+from skyfab.host.agent.actors import construct
 from skyfab.inventory.host import MOST_SLOTS, Host
 from skyfab.inventory.inventory import Inventory, note_used
 from skyfab.plugins.base import Plugin
-from skyfab.pool.actor import Actors, Handle, made_by
+from skyfab.pool.actor import Limits
 from skyfab.pool.broadcast import Broadcasts
 from skyfab.pool.detach import Detacher
 from skyfab.pool.devices import DeviceCall, Devices
 from skyfab.pool.files import AnyPath, Files
 from skyfab.pool.forward import Forward, Forwards
 from skyfab.pool.futures import CallFuture, refuse_to_block, wait_for
+from skyfab.pool.handles import Actors, Handle
 from skyfab.pool.host_choice import HostChoice
 from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
@@ -54,6 +57,7 @@ from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.rendezvous import peer_addresses
 from skyfab.pool.scheduler import NOT_TAKEN, Scheduler, Task
 from skyfab.pool.stall import watch
+from skyfab.pool.streams import Conversation, RemoteIterator
 from skyfab.pool.workdir import Workdirs
 from skyfab.protocol import codec
 from skyfab.providers.base import Provider
@@ -234,6 +238,7 @@ class Compute(ShownAsTable):
         self.hosts = tuple(nodes)
         for node in nodes:
             node.open_device = weakref.WeakMethod(self.device)
+            node.on_found = self._actors.serve
         self._scheduler.open(nodes, self._nodes.solo_spec)
         self._broadcasts.open()
         self._sync.open(self.hosts)
@@ -299,9 +304,11 @@ class Compute(ShownAsTable):
         """Runs a call on one worker and waits for it: ``call >> compute``."""
         SIGNAL_GUARD.wrap()
         found = self._pack_solo(call, None)
+        if isinstance(found, PackedCall) and found.yields:
+            return RemoteIterator(self._generate(found, None))  # type: ignore[return-value]
         if emitting:
             refuse_to_block()
-        if isinstance(found, PackedCall):
+        if isinstance(found, PackedCall) and not found.found:
             with SIGNAL_GUARD, self.events.waiting:
                 result: R = self._scheduler.run(found)
             if result is not NOT_TAKEN:
@@ -336,7 +343,19 @@ class Compute(ShownAsTable):
                 raise UsageError("keep=True is for a call to one host, but this call is a broadcast", hint=hint)
             return self._broadcasts.submit(self._pack(call), self.hosts, pool=self)
         node = None if on == "one" else named(self.hosts, on)
-        return self._start(call, self._pack_solo(call, node), node, keep=keep)
+        found = self._pack_solo(call, node)
+        if isinstance(found, PackedCall) and found.yields:
+            return self._generate(found, node).when_begun()
+        return self._start(call, found, node, keep=keep)
+
+    def _generate(self, packed: PackedCall, node: Node | None) -> Conversation:
+        """Starts a generator on one worker."""
+        with SIGNAL_GUARD:
+            task = Task(packed, on=node)
+            conversation = task.converse(untrusted=self._scheduler.untrusted)
+            self._scheduler.add(task)
+            task.future.pool = self
+        return conversation
 
     def _start(
         self, call: Call[Any], found: PackedCall | DeviceStream, node: Node | None = None, *, keep: bool = False
@@ -344,7 +363,10 @@ class Compute(ShownAsTable):
         """Starts a call on one worker: of the scheduler's, or of a device."""
         started: Task | DeviceCall
         if isinstance(found, PackedCall) and not keep:
-            self._scheduler.add(started := Task(found, on=node))
+            started = Task(found, on=node)
+            if found.talks:
+                started.converse(untrusted=self._scheduler.untrusted)
+            self._scheduler.add(started)
         else:
             tree = self._sync_tree()
             if isinstance(found, PackedCall):
@@ -362,20 +384,31 @@ class Compute(ShownAsTable):
             self._check_call(call)
         if not self._devices.streams:
             return self._pack(call)
-        found = self._devices.find(call, node)
-        return self._pack(call, found) if isinstance(found, codec.Payload) else found
+        found, inside = collect(lambda: self._devices.find(call, node))
+        if isinstance(found, codec.Payload):
+            return self._pack(call, (found, inside))
+        if inside or call.function.yields:
+            raise UsageError("a call with tensors of a remote device cannot be a generator, or have streams or actors")
+        return found
 
-    def _pack(self, call: Call[Any], arguments: codec.Payload | None = None) -> PackedCall:
+    def _pack(self, call: Call[Any], packed: tuple[codec.Payload, Sequence[Any]] | None = None) -> PackedCall:
         """Packs a call, and syncs the project's files to every host."""
         about = call.function
+        arguments, found = packed or pack_streams(call)
+        if about.retries and (about.yields or any(isinstance(one, Stream) for one in found)):
+            hint = "their values are not produced twice: call the function again where you use them"
+            raise UsageError(f"{about.label} has retries=, which generators and streams cannot have", hint=hint)
         return PackedCall(
-            arguments=pack_arguments(call) if arguments is None else arguments,
+            arguments=arguments,
             function=pack_function(about, self._images.plugins),
             tree=self._sync_tree(),
             label=about.label,
             timeout=self._timeout_of(about),
             retries=about.retries,
             stall=about.stall,
+            yields=about.yields,
+            ahead=about.ahead,
+            found=found,
         )
 
     def launch(self, call: Call[Any], *, on: str = "all", name: str | None = None) -> Run:
@@ -386,6 +419,11 @@ class Compute(ShownAsTable):
         """
         self._check_call(call)
         packed = self._pack(call)
+        if packed.talks:
+            hint = "a run has nobody to exchange values with: return a list, or write the values to files"
+            raise UsageError(
+                f"{packed.label} cannot be a run: it is a generator, or an argument is a stream", hint=hint
+            )
         broadcasts, tree = self._broadcasts, self._sync.tree
         chosen = broadcasts.available(self.hosts) if on == "all" else [named(self.hosts, on)]
         ranks = [broadcasts.ranks_on(node) if on == "all" else 1 for node in chosen]
@@ -405,6 +443,8 @@ class Compute(ShownAsTable):
         if running is None or running.gang is None:
             hint = "submit(call, on='all') starts one; launch(call), a run"
             raise UsageError("no broadcast is running", hint=hint)
+        if running.call.talks:
+            raise UsageError(f"{running.call.label} cannot be detached: it is a generator, or an argument is a stream")
         nodes = running.gang.nodes
         detacher = Detacher(nodes, [*map(self._broadcasts.ranks_on, nodes)], label=running.call.label, name=name)
         self._forwards.close()
@@ -443,6 +483,9 @@ class Compute(ShownAsTable):
         if isinstance(function, Call):
             raise not_a_function(function)
         fn = as_function(function)
+        if fn.yields:
+            hint = f"sky.gather(*({fn.label}(item) for item in items)) starts them side by side"
+            raise UsageError(f"{fn.label} is a generator function, which map cannot call", hint=hint)
         calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
         packed = pack_function(fn, self._images.plugins)
         self._sync_tree()
@@ -453,20 +496,28 @@ class Compute(ShownAsTable):
             return wait_for(made.start(), self.hosts, self.events.waiting)
 
     def actor(
-        self, kind: Callable[..., Any], /, *args: Any, on: str = "one", gpus: int = 0, restarts: int = 0, **kwargs: Any
+        self,
+        kind: Callable[..., Any],
+        /,
+        *args: Any,
+        on: str = "one",
+        gpus: int = 0,
+        concurrency: int = 1,
+        restarts: int = 0,
+        **kwargs: Any,
     ) -> Handle:
         """Makes ``kind(*args, **kwargs)`` in a process of its own on a host; the handle calls its methods there.
 
-        ``handle.method(x)`` waits, ``handle.method.submit(x)`` returns a future; calls run in the order of their
-        submission. `on` is a host, "head", or "one" for the one with the fewest actors. The process has `gpus` GPUs for
-        itself. If it ends, calls raise ActorLost; `restarts` is how often the object is made again (docs/actors.md).
-        Raises what making the object raises.
+        ``handle.method(x)`` waits, ``handle.method.submit(x)`` returns a future, and a method that yields gives an
+        iterator. Calls run in the order of their submission, `concurrency` at a time, each on its own thread. `on` is a
+        host, "head", or "one" for the one with the fewest actors. The process has `gpus` GPUs for itself. If it ends,
+        calls raise ActorLost; `restarts` is how often the object is made again (docs/actors.md). Raises what making the
+        object raises.
         """
         self._check_open()
         nodes = self.hosts if on == "one" else [named(self.hosts, on)]
-        label = getattr(kind, "__qualname__", repr(kind))
-        made = made_by(kind, args, kwargs)
-        return self._actors.make(made, nodes, self._sync_tree, label=label, gpus=gpus, restarts=restarts)
+        limits = Limits(gpus=gpus, concurrency=concurrency, restarts=restarts)
+        return self._actors.make(Function(construct)(kind, args, kwargs), nodes, self._sync_tree, limits)
 
     def executor(self, gpus: int = 0) -> PoolExecutor:
         """The pool as a `concurrent.futures.Executor`, with all slots of all hosts (docs/engines.md).

@@ -59,6 +59,8 @@ class WorkerSpec:
     """Whether the files that it has written are reported to the user."""
     plain: bool = False
     """Whether it encodes results as plain data."""
+    threads: int = 1
+    """How many calls it runs at a time."""
     claims: bool = True
     """Whether it works in the project's folder, and not only looks at files."""
 
@@ -135,6 +137,8 @@ class Node(ShownAsTable):
         self._connection: Any = None
         self.members: Mapping[str, Member] = {}
         """The workers that belong to a gang, or did until just now, and the members that they are."""
+        self.on_found: Callable[[Node, str, int, Sequence[Any]], None] = lambda *_: None
+        """Called with the worker and its generation when streams or actors are sent to it, in a call's arguments."""
         self.open_device: weakref.WeakMethod[Callable[..., torch.device]] | None = None
         """The pool's own method, once it is open."""
 
@@ -290,11 +294,18 @@ class Node(ShownAsTable):
                     self._send_function(function, names)
                     parts, inline = parts_of(arguments, names)
                     head = messages.Call.head(
-                        worker=worker, function=function.digest, parts=parts, timeout=call.timeout, each=each
+                        worker=worker,
+                        function=function.digest,
+                        parts=parts,
+                        timeout=call.timeout,
+                        each=each,
+                        streams=call.talks,
                     )
                     caller.sent(
                         self.session.send(head, inline, answer=caller.answered, failure=caller.failed, worker=worker)
                     )
+                    if call.found:
+                        self.on_found(self, worker, generation, call.found)
                     return generation
             # Without the lock: the callback may make a call to another node.
             caller.failed(CallCancelled("cancelled before it was sent", host=self.name))
@@ -339,6 +350,7 @@ class Node(ShownAsTable):
                 pipelined=spec.pipelined,
                 reported=spec.reported,
                 plain=spec.plain,
+                threads=spec.threads,
             )
         )
         self._workers[worker] = (spec, self._generation)

@@ -13,16 +13,19 @@ import contextlib
 import functools
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
 from typing import Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.pack import PackedCall, PackedFunction
 from skyfab.calls.results import deliver, unpack_result
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
+from skyfab.pool.feeds import converse
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Node, WorkerSpec
+from skyfab.pool.streams import Conversation, end_all
 from skyfab.protocol import codec, messages
 from skyfab.protocol.mux import SMALL
 from skyfab.session.reader import refuse_to_wait
@@ -53,6 +56,8 @@ class Task:
         """The only node on which it may run; None for any."""
         self.each = False
         """The one argument is a list of argument tuples; the result is the seconds it took and a list of results."""
+        self.conversation: Conversation | None = None
+        """The exchanges with it while it runs."""
         self.future = CallFuture()
         self.future.label = call.label
         self.ended: Callable[[BaseException | None], None] | None = None
@@ -70,10 +75,20 @@ class Task:
         self._scheduler = scheduler
         self.future.on_cancel = lambda: scheduler.cancel(self)
 
+    def converse(self, *, untrusted: bool) -> Conversation:
+        """Makes it a call with which something is exchanged while it runs."""
+        [found] = converse(self.call, 1, untrusted=untrusted)
+        self.conversation = found
+        found.stop = self.future.cancel
+        Future.add_done_callback(self.future, lambda future: found.end(_error_of(future)))
+        return found
+
     def is_wanted(self) -> bool:
         return not self.future.cancelled()
 
     def sent(self, stream: int) -> None:
+        if self.conversation is not None and self.slot is not None:
+            self.conversation.begin(self.slot.node, self.slot.worker, stream)
         self._scheduler.sent(self, stream)
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
@@ -81,6 +96,10 @@ class Task:
 
     def failed(self, error: Exception) -> None:
         self._scheduler.failed(self, error)
+
+
+def _error_of(future: Future[Any]) -> BaseException | None:
+    return CallCancelled("the call was cancelled") if future.cancelled() else future.exception()
 
 
 _RESERVED: Final = Task(
@@ -112,7 +131,8 @@ class Slot:
 
     def may_prefetch(self, task: Task, now: float) -> bool:
         """Whether a call may wait behind the running one: it is small, in the same process, and that is not stuck."""
-        return task.call.arguments.size < _SMALL and self.given is self.spec and not self.is_stuck(now)
+        small = task.call.arguments.size < _SMALL and not task.call.talks
+        return small and self.given is self.spec and not self.is_stuck(now)
 
 
 class Scheduler:
@@ -131,6 +151,8 @@ class Scheduler:
         """
         self._per_host = slots
         self._slots: list[Slot] = []
+        self._own_slots: list[Slot] = []
+        """Those of generators: each has one for itself, as it may wait for a program that makes other calls."""
         self._spec_of: Callable[[Node, str], WorkerSpec]
         self._advancing: set[int] = set()
         """Threads that are inside `advance`."""
@@ -151,6 +173,7 @@ class Scheduler:
             for node, count in zip(nodes, counts, strict=True)
             if number < count
         )
+        self._own_slots = []
         self._slots = [Slot(node, f"solo.{number}", spec_of(node, "")) for number, node in numbered]
         self._spec_of = spec_of
 
@@ -161,7 +184,7 @@ class Scheduler:
 
     def use_tree(self, tree: str) -> None:
         """The project changed: later calls need workers that import the new code."""
-        for slot in self._slots:
+        for slot in (*self._slots, *self._own_slots):
             slot.spec = self._spec_of(slot.node, tree)
 
     # ---- the fast path
@@ -263,6 +286,8 @@ class Scheduler:
         prefetch = max(1, min(_MOST, int(_PREFETCH / max(self._mean, 1e-6))))
         for position, task in enumerate(self._waiting):
             fitting = alive if task.on is None else [slot for slot in alive if slot.node is task.on]
+            if task.call.yields and fitting:
+                fitting = [self._own_slot({slot.node for slot in fitting}, task)]
             slot = min(fitting, key=lambda slot: len(slot.tasks), default=None)
             if slot is None:
                 del self._waiting[position]
@@ -276,6 +301,17 @@ class Scheduler:
             if task.on is None:
                 return None  # everything is busy
         return None
+
+    def _own_slot(self, nodes: set[Node], task: Task) -> Slot:
+        """An idle slot for a generator, on the node that runs the fewest; a new one if there is none."""
+        busy = Counter(slot.node for slot in self._own_slots if slot.tasks)
+        node = min(nodes, key=lambda node: (busy[node], node.index))
+        for slot in self._own_slots:
+            if slot.node is node and not slot.tasks:
+                return slot
+        made = Slot(node, f"stream.{len(self._own_slots)}", self._spec_of(node, task.call.tree))
+        self._own_slots.append(made)
+        return made
 
     def _strand(self, tasks: Iterable[Task]) -> None:
         """Fails calls that no host can take."""
@@ -313,7 +349,7 @@ class Scheduler:
             if again:
                 task.slot, task.stream = None, 0
                 self._waiting.appendleft(task)
-            elif why != "unassigned":
+            elif why != "unassigned" and not task.call.yields:
                 self._measure(task, slot)
         if self._waiting:
             self.advance()
@@ -390,8 +426,10 @@ class Scheduler:
                 pass  # the host is lost, and the call with it
 
     def fail_all(self) -> None:
-        """The pool closes: fails all calls that have not begun."""
+        """The pool closes: fails all calls that have not begun, and ends generators."""
         with self._lock:
             waiting, self._waiting = self._waiting, deque()
+            running = [task.conversation for slot in self._own_slots for task in slot.tasks]
+        end_all([conversation for conversation in running if conversation is not None])
         for task in waiting:
             self._finish(task, None, CallCancelled(f"{task.call.label} had not started when the pool was closed"))

@@ -66,7 +66,13 @@ class Message:
         return f"{type(self).__name__}({', '.join(f'{n}={getattr(self, n)!r}' for n in self._checks)})"
 
     def _document(self) -> dict[str, Any]:
-        return {"op": self.op, **{name: getattr(self, name) for name in self._checks}}
+        """Its fields, without those that have their default value."""
+        fields = {name: getattr(self, name) for name in self._checks}
+        kind = type(self)
+        return {
+            "op": self.op,
+            **{name: found for name, found in fields.items() if found != getattr(kind, name, _UNSET)},
+        }
 
     def encode(self) -> bytes:
         return _dumps(self._document()).encode()
@@ -79,6 +85,7 @@ class Message:
 
 
 _ALL: dict[str, type[Message]] = {}
+_UNSET = object()
 
 
 def _of(*kinds: type) -> Callable[[Any], bool]:
@@ -106,7 +113,7 @@ _CHECKS: dict[str, Callable[[Any], bool]] = {
     "list[list[str]]": lambda value: type(value) is list and all(map(_list_of(str), value)),
 }
 """For each type that a field may have: whether a value from JSON is of that type."""
-_OFTEN = (b'{"op":"call"', b'{"op":"result"')
+_OFTEN = (b'{"op":"call"', b'{"op":"result"', b'{"op":"yielded"')
 
 
 _dumps = json.JSONEncoder(separators=(",", ":")).encode  # ASCII: so that text with lone surrogates can be sent
@@ -173,6 +180,8 @@ class Spawn(Message):
     """Whether Written tells of files that appear in the working folder from now on."""
     plain: bool = False
     """Results and exceptions are encoded as plain data: the client does not unpickle anything."""
+    threads: int = 1
+    """How many calls it runs at a time."""
 
 
 class Call(Message):
@@ -184,6 +193,24 @@ class Call(Message):
     timeout: float | None = None
     each: bool = False
     """Call the function for every tuple of a list; the result is the duration in seconds, and the list of results."""
+    streams: bool = False
+    """The client and the running call exchange values: see Exchange."""
+
+
+class Exchange(Message):
+    """Ask a running call for values, or give it some. Reply: Yielded."""
+
+    worker: str
+    call: int
+    """The stream number of the call; 0: it is about the process."""
+    what: str
+    """`next`: values of its generator. `give`: values for an argument. `end`: that argument has no more; its parts are
+    the exception that ended it, if any. `close`: end the generator, also if it waits or computes."""
+    number: int = 0
+    """Which argument it is about."""
+    count: int = 0
+    """How many values are asked for at most, or given."""
+    parts: Sequence[Part] = ()
 
 
 class Function(Message):
@@ -314,6 +341,17 @@ class Ended(Message):
     text: str = ""
     exitcode: int | None = None
     traceback: str = ""
+
+
+class Yielded(Message):
+    """Values that a generator has yielded; of an exchange that is about something else, only that it is done."""
+
+    parts: Sequence[Part] = ()
+    """One value: its pickle and its buffers. Several: a pickle each."""
+    count: int = 0
+    """How many values they are; 0: there are no more."""
+    plain: bool = False
+    """The values are encoded as plain data instead."""
 
 
 class Missing(Message):

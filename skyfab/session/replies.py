@@ -118,6 +118,11 @@ class Reply:
     def wait(self) -> tuple[Message, list[memoryview]]:
         """Waits for the reply. Raises HostLost if the host is lost before."""
         self.block()
+        return self.found
+
+    @property
+    def found(self) -> tuple[Message, list[memoryview]]:
+        """The reply, which has arrived. Raises the error if there is none."""
         if self._found is None:
             assert self._error is not None
             raise self._error

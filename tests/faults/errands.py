@@ -11,6 +11,7 @@ import random
 import threading
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -169,4 +170,29 @@ def sent(pool: sky.Compute) -> int:
     return sum(node.session.moved[0] for node in pool.hosts)
 
 
-ERRANDS = (talking, small_calls, gang_cache, uploads, downloads)
+@sky.function
+def twice(numbers: Iterator[int]) -> Iterator[tuple[int, bytes]]:
+    """Reads a stream and yields one, with a large value now and then."""
+    for number in numbers:
+        yield number, bytes(300_000 if number % 50 == 0 else number % 7)
+
+
+def streams(pool: sky.Compute, spot: Spot, over: threading.Event) -> None:
+    """A stream to a host and one back: each value comes once, in order."""
+
+    def numbers() -> Iterator[int]:
+        number = 0
+        while not over.is_set():
+            yield number
+            number += 1
+            time.sleep(0.001)
+
+    expected = 0
+    for number, content in twice(numbers()) >> pool:
+        assert number == expected
+        assert len(content) == (300_000 if number % 50 == 0 else number % 7)
+        expected += 1
+    assert expected > 0
+
+
+ERRANDS = (talking, small_calls, gang_cache, uploads, downloads, streams)

@@ -85,6 +85,7 @@ class Handlers:
                 "stores": self._store.folders,
                 "workdir": [folder, self._cache, included, origin if folder != origin else ""],
                 "plain": message.plain,
+                "threads": message.threads,
             }
             self._workers.spawn(message.worker, message.generation, request, listener, pipelined=message.pipelined)
         except Exception as error:
@@ -106,6 +107,15 @@ class Handlers:
             worker.give(Running(stream, message.timeout), head, data)
             if data is None:
                 self._uploads.expect(stream, message.parts, worker)
+
+    def on_exchange(self, stream: int, message: messages.Exchange, head: bytes, data: Data) -> None:
+        worker = self._workers.get(message.worker)
+        if worker is None:
+            self._mux.send(stream, messages.Yielded().encode())
+            return
+        worker.exchange(stream, message, head, data)
+        if data is None and stream in worker.exchanges:
+            self._uploads.expect(stream, message.parts, worker)
 
     def _refuse(self, stream: int, name: str) -> None:
         """Replies to a call for a worker that does not exist: "died" if it could not be started, else "unstarted"."""

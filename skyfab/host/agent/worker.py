@@ -17,12 +17,14 @@ import signal
 import sys
 import time
 import types
+from _thread import allocate_lock
 from collections import deque
 
 from skyfab import context
 from skyfab.errors import HostUnfit
 from skyfab.host.agent import cuda, workdir
 from skyfab.host.agent.imports import ImportFinder
+from skyfab.host.agent.outcomes import cut, describe, exited, sizes, trace
 from skyfab.host.agent.store import map_blob
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import Assembly, split
@@ -37,17 +39,17 @@ if TYPE_CHECKING:
     from skyfab.protocol.frames import Buffer
 
 
-_TEXT = 16 * 1024
 _COROUTINE = types.CoroutineType
-_HERE = os.path.dirname(__file__)
-_OURS = (__file__, os.path.join(_HERE, "actors.py"), os.path.join(os.path.dirname(_HERE), "device", ""))
-"""Files whose frames come before the user's: this one, that of actors, and those of device workers."""
+_GENERATORS = (types.GeneratorType, types.AsyncGeneratorType)
 
 
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
     """Serves calls until the agent closes the pipe."""
     _settle(request)
     rank = Worker(source, sink, request["stores"], plain=request["plain"])
+    if request["threads"] > 1:
+        rank.use_threads(request["threads"])
+    signal.signal(signal.SIGINT, rank.interrupted)
     sys.meta_path.insert(0, ImportFinder(functools.partial(rank.importing, request["worker"]), request["path"]))
     try:
         workdir.enter(*request["workdir"])
@@ -69,7 +71,6 @@ def _settle(request: dict[str, Any]) -> None:
     sys.modules["__main__"] = types.ModuleType("__main__")
     sys.stdout = sys.__stdout__ = _text(1)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _text(2)  # type: ignore[misc]
-    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.breakpointhook = _no_keyboard
     faulthandler.enable(sys.stderr)
     info = request["info"]
@@ -99,23 +100,36 @@ def _no_workdir(folder: str, error: OSError) -> Exception:
     )
 
 
+def _at_once(function: Callable[..., Any], *arguments: Any) -> None:
+    function(*arguments)
+
+
 class Worker:
     """Receives functions and calls, and replies with results: pickled, or as plain data (`plain`)."""
 
     def __init__(self, source: int, sink: int, stores: list[str], *, plain: bool = False) -> None:
+        self.source = source
         self._recv_into = io.FileIO(source, closefd=False).readinto
         self._sink = sink
         self._stores = stores
-        self._plain = plain
-        self._codec: Any = codec
+        self.plain = plain
+        self.encoding: Any = codec
         if plain:
             from skyfab.protocol import plain_data
 
-            self._codec = plain_data
+            self.encoding = plain_data
         self._reader = Reader(self)
         self._opening: dict[int, Assembly] = {}
         self._ready: deque[tuple[int, messages.Message, Assembly | list[memoryview]]] = deque()
         """Messages in the order in which they began. The data of some may still be missing."""
+        self._asides: deque[tuple[int, messages.Exchange, Assembly | list[memoryview]]] = deque()
+        """The same, for exchanges with a call that has begun."""
+        self._calls: Callable[..., Any] = _at_once
+        """Runs calls: one after another, or several at a time on threads."""
+        self._exchanges: Any = None
+        """Of its calls with the client, once there are any."""
+        self._sending = allocate_lock()
+        """Held while a reply is sent: threads of an exchange reply too."""
         self._functions: dict[str, Any] = {}
         self._hooks = contextlib.ExitStack()
         """Cleanup of the plugins, for a regular exit of this process."""
@@ -140,11 +154,11 @@ class Worker:
         try:
             self._hooks.close()
         except Exception:
-            sys.stderr.write(_trace(sys.exc_info()[1]))  # type: ignore[arg-type]
+            sys.stderr.write(trace(sys.exc_info()[1]))  # type: ignore[arg-type]
         context.flush_files()  # also before: what is called next may not return
         atexit._run_exitfuncs()  # writers of logs and metrics write there what they still hold
         context.flush_files()
-        self._flush()
+        self.flush()
 
     def serve(self) -> None:
         while True:
@@ -152,30 +166,70 @@ class Worker:
                 stream, message, found = self._ready.popleft()
                 buffers = found.buffers() if isinstance(found, Assembly) else found
                 if isinstance(message, messages.Call):
-                    self._call(stream, message, buffers)
+                    self._calls(self._call, stream, message, buffers)
                 elif isinstance(message, messages.Function):
                     self._functions[message.digest] = buffers
                 elif isinstance(message, messages.Forget):
                     for digest in message.digests:
                         self._functions.pop(digest, None)
-            if self._spoiled or not self._reader.pump(self._recv_into):
+            if self._spoiled or not self._pump():
                 return
 
     # ---- receiving
+
+    def _pump(self) -> bool:
+        """Receives more. False: the agent has closed the pipe."""
+        if self._exchanges is None:
+            return self.read()
+        return bool(self._exchanges.read_until(lambda: self._ready and self._ready[0][0] not in self._opening))
+
+    def read(self) -> bool:
+        more = self._reader.pump(self._recv_into)
+        while self._asides and self._asides[0][0] not in self._opening:
+            stream, message, found = self._asides.popleft()
+            buffers = found.buffers() if isinstance(found, Assembly) else found
+            self._exchanges.take(stream, message, buffers)
+        return more
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         if kind == HEAD:
             message = messages.decode(bytes(payload[:head] if head else payload))
             parts = getattr(message, "parts", ())
+            queue: deque[Any] = self._ready
+            if isinstance(message, messages.Exchange):
+                queue = self._asides
+                self._open_exchanges()
+            elif isinstance(message, messages.Call) and message.streams:
+                self._open_exchanges().open(stream)
             if head:
-                self._ready.append((stream, message, split(parts, payload[head:], self._blob)))
+                queue.append((stream, message, split(parts, payload[head:], self._blob)))
             else:
                 assembly = Assembly(parts, resolve=self._blob)
-                self._ready.append((stream, message, assembly))
+                queue.append((stream, message, assembly))
                 if assembly.missing:  # else it is a long head without data
                     self._opening[stream] = assembly
         elif kind == DATA and self._opening[stream].advance(len(payload)):
             del self._opening[stream]
+
+    def _open_exchanges(self) -> Any:
+        if self._exchanges is None:
+            from skyfab.host.agent.exchanges import Exchanges
+
+            self._exchanges = Exchanges(self)
+        return self._exchanges
+
+    def use_threads(self, count: int) -> None:
+        """From now on, runs several calls at a time."""
+        from concurrent.futures import ThreadPoolExecutor
+
+        self._open_exchanges()
+        self._calls = ThreadPoolExecutor(count).submit
+
+    def interrupted(self, number: int, frame: Any) -> None:
+        """Handles SIGINT, which the agent sends when the client closes a generator."""
+        if self._exchanges is None:
+            raise KeyboardInterrupt
+        self._exchanges.interrupted()
 
     def _blob(self, name: str) -> memoryview:
         return map_blob(self._stores, name)
@@ -189,7 +243,7 @@ class Worker:
         try:
             function = self._function(call.function)
         except BaseException as error:
-            self._flush()
+            self.flush()
             self._raised(stream, error)
         else:
             if call.each:
@@ -227,38 +281,49 @@ class Worker:
         return time.perf_counter() - began, results
 
     def _perform(self, stream: int, function: Any, buffers: list[memoryview]) -> None:
+        talk = None
         try:
+            if self._exchanges is not None:
+                talk = self._exchanges.enter(stream)
             *args, kwargs = codec.loads(buffers[0], buffers[1:])
             buffers.clear()  # so that only the arguments keep the memory alive
             result = function(*args, **kwargs) if kwargs else function(*args)
             if type(result) is _COROUTINE:
                 result = context.awaited(result)
             del args, kwargs
+            if talk is not None and type(result) in _GENERATORS:
+                result = talk.generate(context.iterated(result))
         except SystemExit as error:
             self._item = None
-            ended = _exited(error)
-            self._flush()
+            ended = exited(error)
+            self.flush()
             self._end_child(ended.exitcode or 0)
-            self._answer(stream, ended.encode())
+            self.answer(stream, ended.encode())
             return
         except BaseException as error:
             if os.getpid() != self._pid:
-                sys.stderr.write(_trace(error))
-            self._flush()
+                sys.stderr.write(trace(error))
+            self.flush()
             self._end_child(1)
-            self._raised(stream, error)
+            if talk is not None and talk.unpicklable:
+                self._unpicklable(stream, "a value that it yielded", talk.unpicklable, error)
+            else:
+                self._raised(stream, error)
             return
-        self._flush()
+        self.flush()
         try:
-            payload = result if type(result) is codec.Payload else self._codec.dumps(result)
+            payload = result if type(result) is codec.Payload else self.encoding.dumps(result)
         except Exception as error:
-            self._examine(error)
-            why, text = "unpicklable", f"the result, a {type(result).__qualname__}, cannot be pickled: {error}"
-            if self._plain:
-                why, text = "not_plain", str(error)
-            self._answer(stream, messages.Ended(why=why, text=_cut(text), traceback=_cut(_trace(error))).encode())
+            self._unpicklable(stream, "the result", type(result).__qualname__, error)
             return
-        self._answer(stream, messages.Result.head(parts=_sizes(payload), plain=self._plain), payload)
+        self.answer(stream, messages.Result.head(parts=sizes(payload), plain=self.plain), payload)
+
+    def _unpicklable(self, stream: int, what: str, kind: str, error: BaseException) -> None:
+        self._examine(error)
+        why, text = "unpicklable", f"{what}, a {kind}, cannot be pickled: {error}"
+        if self.plain:
+            why, text = "not_plain", str(error)
+        self.answer(stream, messages.Ended(why=why, text=cut(text), traceback=cut(trace(error))).encode())
 
     def _function(self, digest: str) -> Any:
         found = self._functions[digest]
@@ -302,16 +367,16 @@ class Worker:
             text = "skyfab: CUDA no longer works in this process after that error: the next call gets a new process\n"
             with contextlib.suppress(Exception):  # user code may have closed stderr
                 sys.stderr.write(text)
-                self._flush()
+                self.flush()
             self._spoil()
 
     def _raised(self, stream: int, error: BaseException) -> None:
         self._examine(error)
-        message, payload = describe(error, self._codec, item=self._item, plain=self._plain)
+        message, payload = describe(error, self.encoding, item=self._item, plain=self.plain)
         self._item = None
-        self._answer(stream, message.encode(), payload)
+        self.answer(stream, message.encode(), payload)
 
-    def _flush(self) -> None:
+    def flush(self) -> None:
         """Flushes stdout and stderr, C buffers included: a call's output must be written before its reply."""
         try:
             sys.stdout.flush()
@@ -332,8 +397,14 @@ class Worker:
         if os.getpid() != self._pid:
             os._exit(code & 0xFF)
 
-    def _answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
+    def answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
         self._end_child(0)
+        if self._exchanges is not None:
+            self._exchanges.end(stream)
+        with self._sending:
+            self._reply(stream, message, payload)
+
+    def _reply(self, stream: int, message: bytes, payload: codec.Payload | None) -> None:
         pieces: tuple[Buffer, ...] = () if payload is None else (payload.data, *payload.buffers)
         if sum(map(len, pieces)) <= SMALL and len(message) <= SMALL:
             self._send(head_frame(stream, message, pieces))
@@ -355,22 +426,6 @@ class Worker:
                 pending[0] = memoryview(pending[0])[sent:]
 
 
-def describe(error: BaseException, encoding: Any, **about: Any) -> tuple[messages.Raised, codec.Payload | None]:
-    """The reply to a call that raised, and the encoded exception if it can be encoded."""
-    text = _trace(error)
-    kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    try:
-        said = str(error)
-    except Exception:
-        said = "<its str() failed>"
-    payload = None
-    if isinstance(error, Exception):
-        with contextlib.suppress(Exception):
-            payload = encoding.dumps_exception(error)
-    parts = _sizes(payload) if payload else ()
-    return messages.Raised(parts=parts, kind=_cut(kind), text=_cut(said), traceback=_cut(text), **about), payload
-
-
 def load_function(load: Callable[[], Any], plugins: Sequence[Any]) -> Any:
     """The function that follows the plugins in its pickle, with the plugins around each call, if it wants that."""
     function, wrapped, sources, each = load()
@@ -380,12 +435,20 @@ def load_function(load: Callable[[], Any], plugins: Sequence[Any]) -> Any:
         return function
 
     def inside(*args: Any, **kwargs: Any) -> Any:
-        with contextlib.ExitStack() as around:
-            for plugin in plugins:
-                around.enter_context(plugin.around_call(context.instance_info()))
+        with around():
             return context.awaited(function(*args, **kwargs))
 
-    return inside
+    def generating(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            yield from context.iterated(function(*args, **kwargs))
+
+    def around() -> contextlib.ExitStack:
+        with contextlib.ExitStack() as entered:
+            for plugin in plugins:
+                entered.enter_context(plugin.around_call(context.instance_info()))
+            return entered.pop_all()
+
+    return generating if context.yields(function) else inside
 
 
 def show_lines(sources: Mapping[str, str]) -> None:
@@ -394,31 +457,3 @@ def show_lines(sources: Mapping[str, str]) -> None:
         import linecache
 
         linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)
-
-
-def _sizes(payload: codec.Payload) -> tuple[messages.Part, ...]:
-    return (len(payload.data), *map(len, payload.buffers))
-
-
-def _exited(error: SystemExit) -> messages.Ended:
-    """The reply to a call that called `sys.exit`, which ends the call and not the client's program."""
-    code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
-    said = "" if error.code is None or isinstance(error.code, int) else f": {error.code}"
-    return messages.Ended(why="exit", text=_cut(f"it called sys.exit({code}){said}"), exitcode=code)
-
-
-def _cut(text: str) -> str:
-    """Shortens a text to its beginning and end, because the head of a message is limited."""
-    if len(text) <= 2 * _TEXT:
-        return text
-    return f"{text[:_TEXT]}\n[… {len(text) - 2 * _TEXT} characters …]\n{text[-_TEXT:]}"
-
-
-def _trace(error: BaseException) -> str:
-    """The traceback from the user's first frame on."""
-    import traceback
-
-    shown = error.__traceback__
-    while shown is not None and shown.tb_frame.f_code.co_filename.startswith(_OURS):
-        shown = shown.tb_next
-    return "".join(traceback.format_exception(type(error), error, shown))

@@ -68,6 +68,8 @@ class WorkerHandle:
         rank_in, self.sink, self.source, rank_out = _pipes()
         self.functions: set[str] = set()
         self.calls: deque[Running] = deque()
+        self.exchanges: dict[int, tuple[Running | None, bool]] = {}
+        """Exchanges without a reply, by stream: their call, and whether their data follows in DATA frames."""
         self.rank_ends = (rank_in, rank_out)
         for fd in (self.source, self.sink):
             os.set_blocking(fd, False)
@@ -110,6 +112,20 @@ class WorkerHandle:
         else:
             self._write(piece[0])
 
+    def exchange(self, stream: int, about: messages.Exchange, head: bytes, data: Buffer | None) -> None:
+        """Passes on an exchange with a call. It is held back as long as the call is."""
+        call = next((call for call in self.calls if call.stream == about.call), None)
+        if (call is None and about.call) or self.stopping:
+            self._owner.mux.send(stream, messages.Yielded().encode())
+            if data is None:
+                self._owner.abandon(stream)
+            return
+        self.exchanges[stream] = (call, data is None)
+        self._queue((call and call.held) or self._out, _opening(stream, head, data))
+        if about.what == "close" and call is self.calls[0] and not call.held:
+            self.flush()
+            self._owner.interrupt(self)
+
     def _write(self, frame: Buffer) -> None:
         """Writes directly to the worker; nothing may be queued before it."""
         try:
@@ -125,6 +141,9 @@ class WorkerHandle:
         for call in self.calls:
             if call.stream == stream:
                 self._queue(call.held or self._out, *pieces)
+        if stream in self.exchanges:
+            about = self.exchanges[stream][0]
+            self._queue((about and about.held) or self._out, *pieces)
 
     def _queue(self, line: list[Piece] | deque[Piece], *pieces: Piece) -> None:
         line.extend(pieces)
@@ -158,8 +177,16 @@ class WorkerHandle:
 
     def answered(self, stream: int) -> None:
         """A reply is complete: begins the next call, if any, unless the process is stopping."""
-        if self.calls and self.calls[0].stream == stream:
-            if self.calls.popleft().large:
+        if stream in self.exchanges:
+            if self.exchanges.pop(stream)[1]:
+                self._owner.mux.finish(stream)
+            return
+        call = self.calls[0] if self.calls else None
+        if call is not None and call.stream != stream and self.pipelined:  # it runs several at a time
+            call = next((one for one in self.calls if one.stream == stream), None)
+        if call is not None and call.stream == stream:
+            self.calls.remove(call)
+            if call.large:
                 self._owner.mux.finish(stream)
             if not self.stopping:
                 self._owner.timed.discard(self)
@@ -279,7 +306,14 @@ class WorkerHandle:
             mux.send(call.stream, answer.encode())
             mux.finish(call.stream)
             self._owner.abandon(call.stream)
+        for stream in self.exchanges:
+            if stream == broken:
+                mux.forget(stream)
+            mux.send(stream, messages.Yielded().encode())
+            mux.finish(stream)
+            self._owner.abandon(stream)
         self.calls.clear()
+        self.exchanges.clear()
 
     def close(self) -> None:
         for fd in (self.source, self.sink):

@@ -36,6 +36,7 @@ class Handle(Protocol):
     source: int
     logs: Sequence[LogPipe]
     calls: Any
+    exchanges: dict[int, Any]
     stopping: bool
 
     def answered(self, stream: int) -> None: ...
@@ -62,6 +63,7 @@ class Owner(Protocol):
     def flush(self) -> None: ...
     def relay(self, frame: bytes) -> bool: ...
     def kill(self, worker: Any, number: int = ...) -> None: ...
+    def interrupt(self, worker: Any) -> None: ...
     def abandon(self, stream: int) -> None: ...
     def drain(self, log: LogPipe) -> None: ...
 
@@ -105,8 +107,7 @@ class WorkerOutput:
         if (
             self._stalled
             or worker.stopping
-            or not worker.calls
-            or worker.calls[0].stream != stream
+            or ((not worker.calls or worker.calls[0].stream != stream) and stream not in worker.exchanges)
             or self._poll.poll(0)
         ):
             return False

@@ -189,6 +189,10 @@ class Workers:
     def kill(self, worker: WorkerHandle, number: int = signal.SIGKILL) -> None:
         self._zygote.kill(worker.number, number)
 
+    def interrupt(self, worker: WorkerHandle) -> None:
+        """Makes a process read what it was sent, also while a function runs."""
+        self._zygote.kill(worker.number, signal.SIGINT, alone=True)
+
     def drain(self, log: LogPipe) -> None:
         """Reads what a process has written to its stdout or stderr."""
         if not log.drain() or log.stopped:

@@ -1,0 +1,129 @@
+"""``sky.stream``: an argument that is read on the host while it is produced here."""
+
+from __future__ import annotations
+
+import re
+import threading
+import typing
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from typing import Any, Final, Generic, TypeVar
+
+from skyfab import context
+
+T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
+
+_KINDS: Final = (Iterator, Iterable, Generator)
+_ANNOTATION: Final = re.compile(r"(\w+\.)*(Iterator|Iterable|Generator)\b")
+"""An annotation that is text, as ``from __future__ import annotations`` makes them."""
+
+
+class Values(Iterator[T_co], AsyncIterator[T_co]):
+    """The values of a generator that runs on a host, as they come; also for ``async for``.
+
+    `close`, a ``with`` block and dropping it end the generator on the host, ``finally`` included.
+    """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Ends the generator on the host, and waits for that. Raises what it raises then."""
+
+    @abstractmethod
+    async def aclose(self) -> None:
+        """As `close`, in a coroutine."""
+
+    def __iter__(self) -> Values[T_co]:
+        return self
+
+    def __aiter__(self) -> Values[T_co]:
+        return self
+
+    def __enter__(self) -> Values[T_co]:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Packing(threading.local):
+    """What was found in the call that this thread packs."""
+
+    found: list[Any] | None = None
+
+
+_packing = _Packing()
+
+
+def found_in_call(one: object) -> int:
+    """Notes something in the arguments that are being packed; its number. Raises TypeError elsewhere."""
+    found = _packing.found
+    if found is None:
+        raise TypeError(f"{one!r:.80} can only be an argument of a call")
+    found.append(one)
+    return len(found) - 1
+
+
+class Stream(Generic[T]):
+    """Values that are produced here, for a function that reads them on a host. `stream` makes it."""
+
+    def __init__(self, values: Iterable[T], *, shard: bool) -> None:
+        self.values = iter(values)
+        self.shard = shard
+
+    def __iter__(self) -> Iterator[T]:
+        return self.values
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return context.argument, (found_in_call(self),)
+
+    def __repr__(self) -> str:
+        return "<stream>"
+
+
+def stream(values: Iterable[T], *, shard: bool = False) -> Stream[T]:
+    """An argument that the function reads as an iterator, while `values` are produced here: ``f(sky.stream(it))``.
+
+    A broadcast gives every rank all values; with `shard` each value goes to one rank, in turn. An iterator for a
+    parameter that is annotated ``Iterator[T]`` or ``Iterable[T]`` needs no `stream`. What `values` raises is raised by
+    the function's iterator; when the function ends, a generator here is closed.
+    """
+    return Stream(values, shard=shard)
+
+
+def collect(pack: Callable[[], T]) -> tuple[T, tuple[Any, ...]]:
+    """What `pack` returns, and the streams and actors that it has pickled, by their numbers."""
+    found: list[Any] = []
+    _packing.found = found
+    try:
+        return pack(), tuple(found)
+    finally:
+        _packing.found = None
+
+
+def parameters(fn: Any) -> frozenset[int | str]:
+    """The parameters that are annotated as iterators, by position and by name."""
+    code, annotations = getattr(fn, "__code__", None), getattr(fn, "__annotations__", None)
+    if code is None or not annotations:
+        return frozenset()
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    found: set[int | str] = {name for name in names if _is_iterator(annotations.get(name))}
+    return frozenset(found | {place for place, name in enumerate(names[: code.co_argcount]) if name in found})
+
+
+def _is_iterator(annotation: Any) -> bool:
+    if isinstance(annotation, str):
+        return _ANNOTATION.match(annotation) is not None
+    return annotation in _KINDS or typing.get_origin(annotation) in _KINDS
+
+
+def streamed(places: frozenset[int | str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The arguments, with iterators at these places as streams. Lists and other containers are sent as they are."""
+
+    def as_stream(place: int | str, value: Any) -> Any:
+        return stream(value) if place in places and isinstance(value, Iterator) else value
+
+    return (
+        tuple(as_stream(place, value) for place, value in enumerate(args)),
+        {name: as_stream(name, value) for name, value in kwargs.items()},
+    )

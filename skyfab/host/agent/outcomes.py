@@ -1,0 +1,64 @@
+"""What a worker replies about calls that did not return: exceptions, exits, and the text of both."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+
+from skyfab.protocol import codec, messages
+
+TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
+if TYPE_CHECKING:
+    from typing import Any
+
+_TEXT = 16 * 1024
+_HERE = os.path.dirname(__file__)
+_OURS = (
+    *(os.path.join(_HERE, name) for name in ("worker.py", "actors.py", "exchanges.py")),
+    os.path.join(os.path.dirname(_HERE), "device", ""),
+)
+"""Files whose frames come before the user's: those of workers, and of device workers."""
+
+
+def sizes(payload: codec.Payload) -> tuple[messages.Part, ...]:
+    return (len(payload.data), *map(len, payload.buffers))
+
+
+def exited(error: SystemExit) -> messages.Ended:
+    """The reply to a call that called `sys.exit`, which ends the call and not the client's program."""
+    code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
+    said = "" if error.code is None or isinstance(error.code, int) else f": {error.code}"
+    return messages.Ended(why="exit", text=cut(f"it called sys.exit({code}){said}"), exitcode=code)
+
+
+def cut(text: str) -> str:
+    """Shortens a text to its beginning and end, because the head of a message is limited."""
+    if len(text) <= 2 * _TEXT:
+        return text
+    return f"{text[:_TEXT]}\n[… {len(text) - 2 * _TEXT} characters …]\n{text[-_TEXT:]}"
+
+
+def trace(error: BaseException) -> str:
+    """The traceback from the user's first frame on."""
+    import traceback
+
+    shown = error.__traceback__
+    while shown is not None and shown.tb_frame.f_code.co_filename.startswith(_OURS):
+        shown = shown.tb_next
+    return "".join(traceback.format_exception(type(error), error, shown))
+
+
+def describe(error: BaseException, encoding: Any, **about: Any) -> tuple[messages.Raised, codec.Payload | None]:
+    """The reply to a call that raised, and the encoded exception if it can be encoded."""
+    text = trace(error)
+    kind = f"{type(error).__module__}.{type(error).__qualname__}"
+    try:
+        said = str(error)
+    except Exception:
+        said = "<its str() failed>"
+    payload = None
+    if isinstance(error, Exception):
+        with contextlib.suppress(Exception):
+            payload = encoding.dumps_exception(error)
+    parts = sizes(payload) if payload else ()
+    return messages.Raised(parts=parts, kind=cut(kind), text=cut(said), traceback=cut(text), **about), payload

@@ -1,0 +1,161 @@
+"""Arguments that are streams: read here, on a thread, and sent to the ranks of a call as these read them."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, Final
+
+from skyfab._util.signals import SIGNAL_GUARD, GuardedCondition
+from skyfab.calls.call import AHEAD
+from skyfab.calls.pack import PackedCall
+from skyfab.calls.stream import Stream
+from skyfab.pool.streams import Conversation
+from skyfab.protocol import codec
+from skyfab.session.replies import Reply
+
+_BATCH: Final = AHEAD // 3
+"""Values in one message. Two messages are on their way while values for a third are collected."""
+_BYTES: Final = 4 * 1024 * 1024 // 3
+"""Bytes of them, unless one value has more."""
+_LARGE: Final = 32 * 1024
+"""Values of more bytes are sent one by one."""
+
+
+class Producer:
+    """Reads a stream of this program, on a thread of its own, for the ranks that it is an argument of."""
+
+    def __init__(self, stream: Stream[Any], feeds: Sequence[Feed]) -> None:
+        self._stream = stream
+        self._feeds = feeds
+        self._lock = threading.Lock()
+        self._has_started = False
+        for feed in feeds:
+            feed.producer = self
+
+    def advance(self) -> None:
+        """Begins to read once every rank has begun, or ended."""
+        with SIGNAL_GUARD, self._lock:
+            if self._has_started or not all(feed.has_begun or feed.has_ended for feed in self._feeds):
+                return
+            self._has_started = True
+        threading.Thread(target=self._produce, name="skyfab-stream", daemon=True).start()
+
+    def _produce(self) -> None:
+        error: Exception | None = None
+        values = self._stream.values
+        try:
+            for number, value in enumerate(values):
+                payload = codec.dumps(value)
+                parts = [payload.data, *map(bytes, payload.buffers)]  # a copy: the program may change its arrays
+                del value, payload
+                feeds = [self._feeds[number % len(self._feeds)]] if self._stream.shard else self._feeds
+                for feed in feeds:
+                    feed.put(parts)
+                if all(feed.has_ended for feed in self._feeds):
+                    break
+        except Exception as raised:
+            error = raised
+        for feed in self._feeds:
+            feed.finish(error)
+        close = getattr(values, "close", None)
+        if close is not None:
+            with suppress(Exception):
+                close()
+
+
+class Feed:
+    """What is sent of a stream to one rank. Short values that wait for earlier ones to be read are sent together."""
+
+    def __init__(self, conversation: Conversation, number: int) -> None:
+        self._conversation = conversation
+        self._number = number
+        self.producer: Producer
+        self.has_begun = self.has_ended = False
+        self._changed = GuardedCondition()
+        self._collected: list[Sequence[Any]] = []
+        self._size = 0
+        self._given: deque[tuple[str, int, Sequence[Any]]] = deque()
+        """What was sent and is not read yet; the first has been, if its reply comes."""
+
+    def begin(self) -> None:
+        """The call was sent: repeats what an earlier worker was given."""
+        with self._changed:
+            self.has_begun = True
+            for given in self._given:
+                self._send(given)
+        self.producer.advance()
+
+    def stop(self) -> None:
+        """The call has ended."""
+        with self._changed:
+            self.has_ended = True
+            self._changed.notify_all()
+        self.producer.advance()
+
+    def put(self, parts: Sequence[Any]) -> None:
+        """Sends a value; waits while enough of them are not read."""
+        size = sum(map(len, parts))
+        large = len(parts) > 1 or size > _LARGE
+        with self._changed:
+            if self._collected and (large or self._size + size > _BYTES or len(self._collected) >= _BATCH):
+                self._give_collected()
+            self._collected.append(parts)
+            self._size += size
+            if large or not self._given:
+                self._give_collected()
+
+    def finish(self, error: Exception | None) -> None:
+        """There are no more values; with `error`, because of that."""
+        parts: Sequence[Any] = ()
+        if error is not None:
+            try:
+                payload = codec.dumps_exception(error)
+            except Exception:
+                payload = codec.dumps(RuntimeError(f"{type(error).__qualname__}: {error}"))
+            parts = [payload.data, *map(bytes, payload.buffers)]
+        with self._changed:
+            self._give_collected()
+            if not self.has_ended:
+                self._give(("end", 0, parts))
+
+    def _give_collected(self) -> None:
+        while not self.has_ended and len(self._given) >= 2:
+            self._changed.wait()
+        values, self._collected, self._size = self._collected, [], 0
+        if values and not self.has_ended:
+            self._give(("give", len(values), [part for parts in values for part in parts]))
+
+    def _give(self, given: tuple[str, int, Sequence[Any]]) -> None:
+        self._given.append(given)
+        self._send(given)
+
+    def _send(self, given: tuple[str, int, Sequence[Any]]) -> None:
+        what, count, parts = given
+        reply = Reply(lambda: self._was_read(given))
+        self._conversation.exchange(what, reply, parts, number=self._number, count=count)
+
+    def _was_read(self, given: tuple[str, int, Sequence[Any]]) -> None:
+        """A reply: the call has read these values, or it has ended. Runs on the thread that reads."""
+        with self._changed:
+            if self._given and self._given[0] is given:
+                self._given.popleft()
+            if self._collected and not self._given and not self.has_ended:
+                values, self._collected, self._size = self._collected, [], 0
+                self._give(("give", len(values), [part for parts in values for part in parts]))
+            self._changed.notify_all()
+
+
+def converse(call: PackedCall, ranks: int, *, untrusted: bool) -> list[Conversation]:
+    """The conversations with the ranks of a call, which also send them its streams."""
+    made = [Conversation(call, untrusted=untrusted) for _ in range(ranks)]
+    for number, stream in enumerate(call.found):
+        if not isinstance(stream, Stream):
+            continue
+        feeds = [Feed(conversation, number) for conversation in made]
+        for conversation, feed in zip(made, feeds, strict=True):
+            conversation.feeds.append(feed)
+        Producer(stream, feeds)
+    return made

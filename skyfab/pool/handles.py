@@ -1,0 +1,238 @@
+"""Handles: how this program and functions on hosts call actors; and the actors of a pool, with their GPUs."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+from skyfab.calls.call import Call
+from skyfab.calls.pack import PackedCall, pack_function, pack_streams
+from skyfab.calls.stream import found_in_call
+from skyfab.context import yields
+from skyfab.errors import HostLost, SkyfabError, UsageError
+from skyfab.host.agent.actors import RemoteHandle
+from skyfab.pool.actor import INVOKE, Actor, Limits
+from skyfab.pool.futures import CallFuture
+from skyfab.pool.node import Node, WorkerSpec
+from skyfab.protocol import codec, messages
+from skyfab.session.replies import Reply
+
+
+class Method:
+    """A method of an actor: calling it waits for the result, `submit` returns a future."""
+
+    def __init__(self, actor: Actor, name: str) -> None:
+        self._actor = actor
+        self._name = name
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        call = self._actor.iterate if self._actor.generators(self._name) else self._actor.call
+        return call(self._name, INVOKE(self._name, *args, **kwargs))
+
+    def submit(self, /, *args: Any, **kwargs: Any) -> CallFuture:
+        """The future of its result."""
+        if self._actor.generators(self._name):
+            hint = f"it returns an iterator immediately: handle.{self._name}(…)"
+            raise UsageError(f"{self._actor.label}.{self._name} is a generator, which submit cannot call", hint=hint)
+        return self._actor.submit(self._name, INVOKE(self._name, *args, **kwargs))
+
+    def __repr__(self) -> str:
+        return f"<method {self._name} of the actor {self._actor.label}>"
+
+
+class Handle:
+    """Stands for an object on a host: ``handle.method(x)`` calls its method there. `compute.actor` makes it.
+
+    The process ends with the pool, with a ``with`` block of the handle, and when the handle is dropped.
+    """
+
+    def __init__(self, actor: Actor) -> None:
+        self._actor = actor
+        weakref.finalize(self, _drop, actor).atexit = False
+
+    def __getattr__(self, name: str) -> Method:
+        if name.startswith("__"):  # Python and pickle look for such names, and must not find them
+            raise AttributeError(name)
+        return Method(self._actor, name)
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._actor.close()
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return Method(self._actor, "__call__")(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return Method(self._actor, "__getitem__")(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        Method(self._actor, "__setitem__")(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        Method(self._actor, "__delitem__")(key)
+
+    def __contains__(self, item: Any) -> bool:
+        return bool(Method(self._actor, "__contains__")(item))
+
+    def __len__(self) -> int:
+        return int(Method(self._actor, "__len__")())
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In the arguments of a call: a handle that the function there uses, by way of this program."""
+        if self._actor.untrusted:
+            raise TypeError('hosts that are not trusted (results="data") cannot be given actors')
+        found_in_call(self)
+        self._actor.is_shared = True
+        return RemoteHandle, (self._actor.worker, self._actor.label)
+
+    def __repr__(self) -> str:
+        return f"<actor {self._actor.label} on {self._actor.node.name}>"
+
+
+def _drop(actor: Actor) -> None:
+    """On a new thread: the garbage collector may run on any thread, with any lock held."""
+    if actor.is_shared or actor.is_closed:
+        return
+    threading.Thread(target=actor.close, daemon=True).start()
+
+
+class Actors:
+    """The actors of a pool."""
+
+    def __init__(
+        self, spec_of: Callable[[Node, str], WorkerSpec], plugins: tuple[Any, ...], *, untrusted: bool
+    ) -> None:
+        """`spec_of` returns the spec of a solo worker on a node."""
+        self._spec_of = spec_of
+        self._plugins = plugins
+        self._untrusted = untrusted
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._served: set[tuple[object, str, int]] = set()
+        """Processes that have handles."""
+        self._actors: dict[str, tuple[Actor, Node, tuple[int, ...]]] = {}
+        """By the name of their worker, each with its node and the GPUs that it has for itself."""
+
+    def make(self, made: Call[Any], nodes: Sequence[Node], tree: Callable[[], str], limits: Limits) -> Handle:
+        """Starts an actor on one of the nodes, and waits until `made` has made its object. Raises what that raises."""
+        limits.check()
+        kind = made.args[0]
+        if not callable(kind):
+            raise TypeError(f"not a class: {kind!r:.80}")
+        label = getattr(kind, "__qualname__", repr(kind)).replace("<locals>.", "")
+        worker = f"actor.{next(self._numbers)}"
+        place = functools.partial(self._place, worker, nodes, tree, limits, label)
+        arguments, found = pack_streams(made)
+        packed = PackedCall(
+            function=pack_function(made.function, self._plugins), arguments=arguments, label=label, found=found
+        )
+        actor = Actor(worker, packed, place, self._plugins, limits, untrusted=self._untrusted)
+        actor.generators = lambda method: yields(getattr(kind, method, None))
+        self._actors[worker] = (actor, nodes[0], ())
+        actor.start()
+        return Handle(actor)
+
+    def serve(self, node: Node, worker: str, generation: int, found: Sequence[Any]) -> None:
+        """Passes calls of actors on that come from a process, once it has a handle."""
+        if any(isinstance(one, Handle) for one in found) and (node.session, worker, generation) not in self._served:
+            self._served.add((node.session, worker, generation))
+            _Server(self.find, node, worker).ask()
+
+    def find(self, worker: str) -> Actor:
+        """The actor of a handle that a host has."""
+        return self._actors[worker][0]
+
+    def _place(
+        self, worker: str, nodes: Sequence[Node], tree: Callable[[], str], limits: Limits, label: str
+    ) -> tuple[Node, WorkerSpec]:
+        """The node with the fewest actors that has enough GPUs, and the spec for a process there."""
+        gpus = limits.gpus
+        synced = tree()
+        with self._lock:
+            others = [
+                (node, taken)
+                for name, (actor, node, taken) in list(self._actors.items())
+                if name != worker and not actor.is_closed
+            ]
+            free = {
+                node: [gpu for gpu in node.gpus if not any(gpu in taken for other, taken in others if other is node)]
+                for node in nodes
+                if node.lost is None
+            }
+            fitting = [node for node in free if len(free[node]) >= gpus]
+            if not fitting:
+                raise self._nowhere(nodes, gpus, label)
+            node = min(fitting, key=lambda node: sum(other is node for other, _ in others))
+            taken = tuple(free[node][:gpus])
+            self._actors[worker] = (self._actors[worker][0], node, taken)
+        spec = self._spec_of(node, synced)
+        env = {**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, taken))} if gpus else spec.env
+        return node, replace(spec, env=env, pipelined=True, threads=limits.concurrency)
+
+    def _nowhere(self, nodes: Sequence[Node], gpus: int, label: str) -> SkyfabError:
+        lost = [node.lost for node in nodes if node.lost is not None]
+        if len(lost) == len(nodes):
+            return HostLost(f"no host is left for the actor {label}", host=nodes[0].name)
+        most = max(len(node.gpus) for node in nodes if node.lost is None)
+        have = f"of {len(nodes)} hosts none has" if len(nodes) > 1 else f"{nodes[0].name} does not have"
+        return UsageError(
+            f"{have} {gpus} free GPUs for the actor {label}",
+            hint=f"a host has {most}" + (", and other actors use some: end one (with …)" if most >= gpus else ""),
+        )
+
+    def close(self) -> None:
+        """The pool closes: its actors cannot be called any more."""
+        for actor, _, _ in list(self._actors.values()):
+            actor.close()
+        self._actors.clear()
+
+
+class _Server:
+    """Calls actors for functions on a host: asks their process for the next call, all the time."""
+
+    def __init__(self, find: Callable[[str], Actor], node: Node, worker: str) -> None:
+        self._find = find
+        self._session = node.session
+        self._worker = worker
+        self._asked = Reply()
+
+    def ask(self) -> None:
+        self._asked = asked = Reply(lambda: self._arrived(asked))
+        with suppress(SkyfabError):  # the host is lost, and the process with it
+            self._exchange("next", asked)
+
+    def _exchange(self, what: str, reply: Reply, parts: Sequence[Any] = (), **about: int) -> None:
+        sizes = tuple(map(len, parts))
+        message = messages.Exchange(worker=self._worker, call=0, what=what, parts=sizes, **about)
+        self._session.send(message, parts, answer=reply.answered, failure=reply.failed)
+
+    def _arrived(self, asked: Reply) -> None:
+        """On the thread that reads, which must not wait."""
+        with suppress(SkyfabError):
+            message, buffers = asked.found
+            if isinstance(message, messages.Yielded) and message.count:
+                threading.Thread(target=self._serve, args=(buffers,), daemon=True).start()
+                self.ask()
+
+    def _serve(self, buffers: list[memoryview]) -> None:
+        number, worker, method, args, kwargs = codec.loads(buffers[0], buffers[1:])
+        try:
+            outcome = True, self._find(worker).submit(method, INVOKE(method, *args, **kwargs)).result()
+            payload = codec.dumps(outcome)
+        except Exception as error:
+            error.__traceback__ = error.__cause__ = None
+            payload = codec.dumps((False, error))
+        parts = [payload.data, *payload.buffers]
+        with suppress(SkyfabError):
+            self._exchange("give", Reply(), parts, number=number, count=1)

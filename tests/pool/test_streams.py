@@ -1,0 +1,389 @@
+"""Generators that run on hosts, and arguments that are read there as they are produced here."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage.spot import until
+
+import skyfab as sky
+
+
+@sky.function
+def count(until: int, start: int = 0) -> Iterator[int]:
+    yield from range(start, until)
+
+
+@sky.function
+def fail_at(number: int) -> Iterator[int]:
+    yield from range(number)
+    raise LookupError(f"{number} is bad")
+
+
+@sky.function
+def note_how_far(path: str) -> Generator[int, None, None]:
+    for number in range(10_000):
+        Path(path).write_text(str(number))
+        yield number
+
+
+@sky.function
+def guarded(path: str, block: bool = True) -> Generator[int, None, None]:
+    try:
+        yield 1
+        if block:
+            time.sleep(1000)
+        yield 2
+    finally:
+        Path(path).write_text("ended")
+
+
+@sky.function
+def total(numbers: Iterable[int]) -> int:
+    return sum(numbers)
+
+
+@sky.function
+def doubled(numbers: Iterator[int]) -> Iterator[int]:
+    for number in numbers:
+        yield 2 * number
+
+
+@sky.function
+def of_rank(number: int) -> Iterator[tuple[int, int]]:
+    for value in range(number):
+        yield sky.instance_info().rank, value
+
+
+@sky.function
+async def later(number: int) -> AsyncIterator[int]:
+    for value in range(number):
+        await asyncio.sleep(0)
+        yield value
+
+
+# ---- over every transport
+
+
+def test_values_come_in_order_and_the_end(pool: sky.Compute) -> None:
+    assert list(count(1000) >> pool) == list(range(1000))
+    assert list(count(0) >> pool) == []
+    assert list(later(5) >> pool) == [0, 1, 2, 3, 4]
+
+
+def test_an_exception_is_raised_where_the_value_would_have_come(pool: sky.Compute) -> None:
+    values = fail_at(30) >> pool
+    assert [next(values) for _ in range(30)] == list(range(30))
+    with pytest.raises(LookupError, match="30 is bad") as raised:
+        next(values)
+    assert isinstance(raised.value.__cause__, sky.RemoteTraceback)
+
+
+def test_large_values_and_arrays_that_are_used_again(pool: sky.Compute) -> None:
+    @sky.function
+    def reused() -> Iterator[bytearray]:
+        content = bytearray(3_000_000)
+        for number in range(8):
+            content[0] = content[-1] = number
+            yield content
+
+    found = [(len(content), content[0], content[-1]) for content in reused() >> pool]
+    assert found == [(3_000_000, number, number) for number in range(8)]
+
+
+def test_a_stream_goes_there_and_comes_back(pool: sky.Compute) -> None:
+    assert list(doubled(iter(range(2000))) >> pool) == [2 * number for number in range(2000)]
+    assert total(number for number in range(1000)) >> pool == 499_500
+    assert total([1, 2, 3]) >> pool == 6
+
+
+def test_every_rank_has_its_iterator(pool: sky.Compute) -> None:
+    assert [list(values) for values in of_rank(3) @ pool] == [[(rank, n) for n in range(3)] for rank in range(2)]
+    merged = list(sky.merge(*(of_rank(40) @ pool)))
+    assert sorted(merged) == [(rank, (rank, n)) for rank in range(2) for n in range(40)]
+    assert [value for rank, value in merged if rank == 1] == [(1, n) for n in range(40)]
+
+
+def test_a_broadcast_gives_every_rank_all_values_or_its_share(pool: sky.Compute) -> None:
+    assert total(sky.stream(range(100))) @ pool == [4950, 4950]
+    assert total(sky.stream(range(100), shard=True)) @ pool == [sum(range(0, 100, 2)), sum(range(1, 100, 2))]
+
+
+# ---- on this machine
+
+
+@pytest.fixture(scope="module")
+def compute() -> Iterator[sky.Compute]:
+    with sky.Compute("local", ui="none") as pool:
+        yield pool
+
+
+def test_a_value_is_here_before_the_next_is_produced(compute: sky.Compute, tmp_path: Path) -> None:
+    go = tmp_path / "go"
+
+    @sky.function
+    def waits() -> Iterator[str]:
+        yield "first"
+        yield "second"
+        until(go.exists)
+        yield "third"
+
+    values = waits() >> compute
+    assert [next(values), next(values)] == ["first", "second"]
+    go.write_text("")
+    assert list(values) == ["third"]
+
+
+def test_other_calls_run_while_a_generator_waits(compute: sky.Compute) -> None:
+    pairs = zip(count(100) >> compute, doubled(iter(range(100))) >> compute, strict=True)
+    assert [(a, b, total([a, b]) >> compute) for a, b in pairs] == [(n, 2 * n, 3 * n) for n in range(100)]
+
+
+@pytest.mark.parametrize(("ahead", "most"), [(64, 65), (3, 4), (1, 2), (0, 1)])
+def test_a_generator_does_not_run_further_ahead_than_it_may(
+    compute: sky.Compute, tmp_path: Path, ahead: int, most: int
+) -> None:
+    path = tmp_path / "far"
+    values = sky.function(ahead=ahead)(note_how_far.fn)(str(path)) >> compute
+    assert [next(values) for _ in range(200)] == list(range(200))
+    time.sleep(0.3)
+    assert int(path.read_text()) < 200 + most
+    values.close()
+
+
+def test_the_input_is_not_read_further_ahead_than_it_may(compute: sky.Compute) -> None:
+    produced = 0
+    closed = threading.Event()
+
+    def numbers() -> Iterator[int]:
+        nonlocal produced
+        try:
+            while True:
+                produced += 1
+                yield produced
+        finally:
+            closed.set()
+
+    @sky.function
+    def reads_three(numbers: Iterator[int]) -> list[int]:
+        found = [next(numbers) for _ in range(3)]
+        time.sleep(0.5)
+        return found
+
+    assert reads_three(numbers()) >> compute == [1, 2, 3]
+    assert closed.wait(10)
+    assert produced < 3 + 66
+
+
+@pytest.mark.parametrize("block", [True, False])
+@pytest.mark.parametrize("how", ["close", "with", "drop"])
+def test_ending_an_iterator_ends_the_generator(compute: sky.Compute, tmp_path: Path, how: str, block: bool) -> None:
+    path = tmp_path / "ended"
+    values = guarded(str(path), block) >> compute
+    assert next(values) == 1
+    if how == "close":
+        values.close()
+        assert path.exists()
+        assert list(values) == []
+    elif how == "with":
+        with closing(values):
+            pass
+        assert path.exists()
+    else:
+        del values
+        gc.collect()
+        until(path.exists)
+    assert total([1]) >> compute == 1
+
+
+def test_ctrl_c_ends_the_generator(compute: sky.Compute, tmp_path: Path) -> None:
+    path = tmp_path / "ended"
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        for _ in guarded(str(path)) >> compute:
+            pass
+    until(path.exists)
+
+
+def test_generators_end_with_their_pool(tmp_path: Path) -> None:
+    path = tmp_path / "ended"
+    with sky.Compute("local", ui="none") as pool:
+        values = guarded(str(path)) >> pool
+        assert next(values) == 1
+    assert path.exists()
+    with pytest.raises(sky.CallCancelled, match="the pool was closed"):
+        next(values)
+
+
+def test_a_generator_that_ignores_its_end_is_killed(
+    compute: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyfab.pool.streams._CLOSING", 0.5)
+    path = tmp_path / "begun"
+
+    @sky.function
+    def stubborn() -> Generator[int, None, None]:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        yield os.getpid()
+        path.write_text("")
+        while True:
+            time.sleep(1)
+
+    values = stubborn() >> compute
+    pid = next(values)
+    until(path.exists)
+    values.close()
+    until(lambda: not Path(f"/proc/{pid}").exists())
+    assert list(count(2) >> compute) == [0, 1]
+
+
+def test_what_a_generator_raises_while_it_ends_is_raised_here(compute: sky.Compute) -> None:
+    @sky.function
+    def angry() -> Generator[int, None, None]:
+        try:
+            yield 1
+        finally:
+            raise ValueError("not now")
+
+    values = angry() >> compute
+    next(values)
+    with pytest.raises(ValueError, match="not now"):
+        values.close()
+
+
+def test_a_value_that_cannot_be_pickled(compute: sky.Compute) -> None:
+    @sky.function
+    def odd() -> Iterator[Any]:
+        yield 1
+        yield threading.Lock()
+
+    values = odd() >> compute
+    assert next(values) == 1
+    with pytest.raises(sky.NotPicklable, match="a value that it yielded, a lock"):
+        next(values)
+
+
+def test_hosts_that_are_not_trusted_yield_plain_data() -> None:
+    class Own:
+        pass
+
+    @sky.function
+    def mixed() -> Iterator[Any]:
+        yield {"a": [1, 2]}
+        yield Own()
+
+    with sky.Compute("local", ui="none", results="data") as pool:
+        values = mixed() >> pool
+        assert next(values) == {"a": [1, 2]}
+        with pytest.raises(sky.UntrustedResult):
+            next(values)
+        assert list(doubled(iter(range(50))) >> pool) == [2 * number for number in range(50)]
+
+
+def test_async_for_and_futures(compute: sky.Compute) -> None:
+    async def read() -> list[int]:
+        values: Any = count(100) >> compute
+        return [value async for value in values]
+
+    assert asyncio.run(read()) == list(range(100))
+    assert list((count(3) > compute).result()) == [0, 1, 2]
+    assert list(compute.submit(count(3), on="local").result()) == [0, 1, 2]
+
+
+def test_the_producers_exception_is_raised_there(compute: sky.Compute) -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+        raise LookupError("no more")
+
+    @sky.function
+    def catches(numbers: Iterator[int]) -> tuple[list[int], str]:
+        found = []
+        try:
+            for number in numbers:
+                found.append(number)  # noqa: PERF402  # what came before the error counts
+        except LookupError as error:
+            return found, str(error)
+        return found, ""
+
+    assert catches(numbers()) >> compute == ([1], "no more")
+    with pytest.raises(LookupError, match="no more"):
+        total(numbers()) >> compute
+
+
+def test_streams_anywhere_in_the_arguments(compute: sky.Compute) -> None:
+    @sky.function
+    def pairs(both: dict[str, Any], rest: Iterator[int]) -> list[tuple[Any, ...]]:
+        return list(zip(both["a"], both["b"], rest, strict=True))
+
+    both = {"a": sky.stream(range(200)), "b": sky.stream("x" * 200)}
+    assert pairs(both, iter(range(200))) >> compute == [(n, "x", n) for n in range(200)]
+
+
+def test_a_worker_that_dies_ends_the_iterator(compute: sky.Compute) -> None:
+    @sky.function
+    def dies(numbers: Iterator[int]) -> Iterator[int]:
+        yield next(numbers)
+        os._exit(3)
+
+    values = dies(iter(range(1_000_000))) >> compute
+    assert next(values) == 0
+    with pytest.raises(sky.WorkerDied, match="exit code 3"):
+        next(values)
+    with pytest.raises((StopIteration, sky.WorkerDied)):
+        next(values)
+
+
+def test_plugins_and_output_limits_are_around_the_whole_generator() -> None:
+    class Around(sky.plugins.Plugin):
+        def around_call(self, info: sky.InstanceInfo) -> Any:
+            import contextlib
+
+            @contextlib.contextmanager
+            def entered() -> Iterator[None]:
+                os.environ["AROUND"] = "inside"
+                yield
+                del os.environ["AROUND"]
+
+            return entered()
+
+    @sky.function
+    @sky.silent
+    def inside() -> Iterator[str]:
+        yield os.environ.get("AROUND", "outside")
+        yield os.environ.get("AROUND", "outside")
+
+    with sky.Compute("local", ui="none", plugins=[Around()]) as pool:
+        assert list(inside() >> pool) == ["inside", "inside"]
+
+
+@pytest.mark.parametrize(
+    ("act", "message"),
+    [
+        (lambda pool: pool.map(count, [1, 2]), "generator function"),
+        (lambda pool: pool.launch(count(3)), "cannot be a run"),
+        (lambda pool: sky.function(retries=1)(count.fn)(3) >> pool, "retries="),
+        (lambda pool: sky.function(ahead=-1)(count.fn), "invalid ahead"),
+        (lambda pool: list(sky.merge([1, 2])), "merge"),
+    ],
+)
+def test_what_cannot_be_done_is_said(compute: sky.Compute, act: Callable[[sky.Compute], Any], message: str) -> None:
+    with pytest.raises((sky.UsageError, TypeError), match=message):
+        act(compute)
+
+
+def test_a_stream_is_not_pickled_elsewhere() -> None:
+    import pickle
+
+    with pytest.raises(TypeError, match="argument of a call"):
+        pickle.dumps(sky.stream([1]))

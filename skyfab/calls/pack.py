@@ -12,16 +12,18 @@ import itertools
 import linecache
 import sys
 import types
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from skyfab._util.signals import is_from_handler
 from skyfab.calls.call import Call, Function
-from skyfab.calls.stream import Stream, collect, streamed
+from skyfab.calls.stream import PACKING, Stream, streamed
 from skyfab.errors import NotPicklable
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import name_of
+
+T = TypeVar("T")
 
 _ATOMS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _SOURCE: Final = 256 * 1024
@@ -113,6 +115,16 @@ def pack_streams(call: Call[Any]) -> tuple[codec.Payload, tuple[Any, ...]]:
         args, kwargs = streamed(places, call.args, call.kwargs)
         call = Call(call.function, args, kwargs)
     return collect(lambda: pack_arguments(call))
+
+
+def collect(pack: Callable[[], T]) -> tuple[T, tuple[Any, ...]]:
+    """What `pack` returns, and the streams and actors that it has pickled, by their numbers."""
+    found: list[Any] = []
+    PACKING.found = found
+    try:
+        return pack(), tuple(found)
+    finally:
+        PACKING.found = None
 
 
 def send_main_by_value() -> None:

@@ -6,7 +6,7 @@ import re
 import threading
 import typing
 from abc import abstractmethod
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from typing import Any, Final, Generic, TypeVar
 
 from skyfab import context
@@ -52,12 +52,12 @@ class _Packing(threading.local):
     found: list[Any] | None = None
 
 
-_packing = _Packing()
+PACKING = _Packing()
 
 
 def found_in_call(one: object) -> int:
     """Notes something in the arguments that are being packed; its number. Raises TypeError elsewhere."""
-    found = _packing.found
+    found = PACKING.found
     if found is None:
         raise TypeError(f"{one!r:.80} can only be an argument of a call")
     found.append(one)
@@ -89,16 +89,6 @@ def stream(values: Iterable[T], *, shard: bool = False) -> Stream[T]:
     the function's iterator; when the function ends, a generator here is closed.
     """
     return Stream(values, shard=shard)
-
-
-def collect(pack: Callable[[], T]) -> tuple[T, tuple[Any, ...]]:
-    """What `pack` returns, and the streams and actors that it has pickled, by their numbers."""
-    found: list[Any] = []
-    _packing.found = found
-    try:
-        return pack(), tuple(found)
-    finally:
-        _packing.found = None
 
 
 def parameters(fn: Any) -> frozenset[int | str]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from skyfab import context
-from skyfab.host.agent.worker import load_function
+from skyfab.host.agent.functions import load_function
 from skyfab.protocol import codec
 
 if TYPE_CHECKING:

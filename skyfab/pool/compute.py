@@ -29,10 +29,10 @@ from skyfab.calls.call import (
     not_a_function,
 )
 from skyfab.calls.image import Image
-from skyfab.calls.pack import PackedCall, pack_function, pack_streams
+from skyfab.calls.pack import PackedCall, collect, pack_function, pack_streams
 from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
-from skyfab.calls.stream import Stream, collect
+from skyfab.calls.stream import Stream
 from skyfab.detached.run import Run, attach
 from skyfab.errors import UsageError
 from skyfab.files.transfer import Report
@@ -41,7 +41,7 @@ from skyfab.inventory.host import MOST_SLOTS, Host
 from skyfab.inventory.inventory import Inventory, note_used
 from skyfab.plugins.base import Plugin
 from skyfab.pool.actor import Limits
-from skyfab.pool.broadcast import Broadcasts
+from skyfab.pool.broadcasts import Broadcasts
 from skyfab.pool.detach import Detacher
 from skyfab.pool.devices import DeviceCall, Devices
 from skyfab.pool.files import AnyPath, Files

@@ -108,7 +108,7 @@ class Feed:
                 self._give_collected()
 
     def finish(self, error: Exception | None) -> None:
-        """There are no more values; with `error`, because of that."""
+        """The values have ended; with `error`, because of that."""
         parts: Sequence[Any] = ()
         if error is not None:
             try:

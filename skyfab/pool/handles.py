@@ -192,7 +192,7 @@ class Actors:
         )
 
     def close(self) -> None:
-        """The pool closes: its actors cannot be called any more."""
+        """The pool closes: its actors can no longer be called."""
         for actor, _, _ in list(self._actors.values()):
             actor.close()
         self._actors.clear()

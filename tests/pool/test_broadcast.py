@@ -14,7 +14,8 @@ from stage.spot import until
 
 import skyfab as sky
 from skyfab.plugins.base import Elastic
-from skyfab.pool.broadcast import Broadcast, Broadcasts
+from skyfab.pool.broadcast import Broadcast
+from skyfab.pool.broadcasts import Broadcasts
 from skyfab.pool.rendezvous import RendezvousFinder
 from skyfab.protocol import messages
 from skyfab.session.timing import Timing

@@ -224,7 +224,7 @@ class Talk:
         self._exchanges.yielded(stream, [payload])
 
     def forget(self, number: int) -> None:
-        """An argument is not needed any more."""
+        """An argument is no longer needed."""
         del self._arguments[number]
 
     def wait(self, ready: Callable[[], object]) -> None:
@@ -239,7 +239,7 @@ class Talk:
     # ---- values of a generator
 
     def generate(self, values: Iterator[Any]) -> None:
-        """Runs a generator, as far as the client asks for values. Raises what it raises."""
+        """Runs a generator, one step for each value that the client asks for. Raises what it raises."""
         try:
             while not self.is_closed:
                 if self._asked:

@@ -23,6 +23,7 @@ from collections import deque
 from skyfab import context
 from skyfab.errors import HostUnfit
 from skyfab.host.agent import cuda, workdir
+from skyfab.host.agent.functions import GENERATORS, load_function
 from skyfab.host.agent.imports import ImportFinder
 from skyfab.host.agent.outcomes import cut, describe, exited, sizes, trace
 from skyfab.host.agent.store import map_blob
@@ -33,14 +34,13 @@ from skyfab.protocol.mux import SMALL
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Sequence
     from typing import Any
 
     from skyfab.protocol.frames import Buffer
 
 
 _COROUTINE = types.CoroutineType
-_GENERATORS = (types.GeneratorType, types.AsyncGeneratorType)
 
 
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
@@ -291,7 +291,7 @@ class Worker:
             if type(result) is _COROUTINE:
                 result = context.awaited(result)
             del args, kwargs
-            if talk is not None and type(result) in _GENERATORS:
+            if talk is not None and type(result) in GENERATORS:
                 result = talk.generate(context.iterated(result))
         except SystemExit as error:
             self._item = None
@@ -424,36 +424,3 @@ class Worker:
                 sent -= len(pending.pop(0))
             if pending:
                 pending[0] = memoryview(pending[0])[sent:]
-
-
-def load_function(load: Callable[[], Any], plugins: Sequence[Any]) -> Any:
-    """The function that follows the plugins in its pickle, with the plugins around each call, if it wants that."""
-    function, wrapped, sources, each = load()
-    show_lines(sources)
-    function = function.fn if wrapped else function
-    if not plugins or not each:
-        return function
-
-    def inside(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return context.awaited(function(*args, **kwargs))
-
-    def generating(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            yield from context.iterated(function(*args, **kwargs))
-
-    def around() -> contextlib.ExitStack:
-        with contextlib.ExitStack() as entered:
-            for plugin in plugins:
-                entered.enter_context(plugin.around_call(context.instance_info()))
-            return entered.pop_all()
-
-    return generating if context.yields(function) else inside
-
-
-def show_lines(sources: Mapping[str, str]) -> None:
-    """Makes tracebacks show the lines of files that are not on this host."""
-    for filename, text in sources.items():
-        import linecache
-
-        linecache.cache[filename] = (len(text), None, text.splitlines(keepends=True), filename)

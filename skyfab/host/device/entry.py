@@ -33,7 +33,7 @@ def call(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Calls a function of the program. The tensors of its result stay, with ids from `first` on, if that is not 0."""
-    from skyfab.host.agent.worker import show_lines
+    from skyfab.host.agent.functions import show_lines
     from skyfab.host.device import worker
 
     show_lines(sources)

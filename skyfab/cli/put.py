@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 
 from skyfab._util.atomic import write
 from skyfab._util.cache import cache_folder
+from skyfab.cli import report
 from skyfab.cli.command import InventoryFile, NamedHosts, Option, command
-from skyfab.errors import SkyfabError, UsageError
+from skyfab.errors import HostError, PoolError, SkyfabError, UsageError
 
 if TYPE_CHECKING:
     from skyfab.detached.run import Run
@@ -66,7 +67,7 @@ def get(
     Relative paths are in the working folder on the hosts, and are kept below the folder on this machine; quote
     patterns. --run without a path fetches what the run wrote, once it has ended. From several hosts, files that more
     than one of them has go into a folder for each host. Skips files that this machine already has with the same
-    content, and resumes interrupted transfers.
+    content, and resumes interrupted transfers. Exits with 3 if a host does not respond, after fetching from the others.
 
         skyfab get 'ckpt/*' --hosts=node1
         skyfab get /var/log/syslog --hosts=gpu --to=logs
@@ -84,11 +85,26 @@ def get(
         known, chosen, silent, why = *selected(hosts, inventory), [], "expected a path, or --run"
     if not path or not chosen:
         raise UsageError(why, hint="skyfab get --help")
-    with _pool(known, chosen) as compute:
-        _tell(compute.download(path, to=to))
+    code = _fetch(known, chosen, path, to)
     for host in silent:
         print(f"{host}: no response, so nothing was fetched from it", file=sys.stderr)
-    return 3 if silent else 0
+    return 3 if silent else code
+
+
+def _fetch(inventory: Inventory, hosts: Sequence[Host], paths: Sequence[str], to: str) -> int:
+    """Fetches from the hosts that respond, and prints the errors of the others. Raises the error if none responds."""
+    try:
+        with _pool(inventory, hosts) as compute:
+            _tell(compute.download(paths, to=to))
+        return 0
+    except (HostError, PoolError) as error:
+        failed = [one for one in getattr(error, "exceptions", [error]) if isinstance(one, HostError)]
+        rest = [host for host in hosts if host.name not in {one.host for one in failed}]
+        if not rest or not failed:
+            raise
+        report.print_errors(failed)
+        _fetch(inventory, rest, paths, to)
+        return 3
 
 
 def remember(run: Run, patterns: Sequence[str]) -> None:
@@ -101,15 +117,12 @@ def fetch_remembered(run: Run) -> bool:
 
     Returns whether something was named.
     """
-    from skyfab.cli import report
-
     hosts = run.in_workdirs()
     if not hosts or not _note_of(run).exists():
         return False
     noted = json.loads(_note_of(run).read_text())
     try:
-        with _pool(run.inventory, hosts) as compute:
-            _tell(compute.download(noted["patterns"], to=noted["to"]))
+        _fetch(run.inventory, hosts, noted["patterns"], noted["to"])
     except SkyfabError as error:
         print(f"not fetched: {report.text(error).removeprefix('error: ')}", file=sys.stderr)
     return True
@@ -140,6 +153,6 @@ def _pool(inventory: Inventory, hosts: Sequence[Host]) -> Iterator[Compute]:
 def _tell(reports: Sequence[Report]) -> None:
     from skyfab.ui.terminal import clean
 
-    for report in reports:
-        if report.entries or not report.folder:  # hosts without a file to fetch are reported already
-            print(clean(str(report)))
+    for one in reports:
+        if one.entries or not one.folder:  # hosts without a file to fetch are reported already
+            print(clean(str(one)))

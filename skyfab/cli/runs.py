@@ -71,7 +71,7 @@ def show_runs(found: Sequence[Run]) -> None:
     from skyfab.ui.table import table
 
     head = ("run", "state", "started", "ranks", "GPUs", "hosts", "name", "last line")
-    table(head, [_row(run) for run in found], right=("ranks",))
+    table(head, [_row(run) for run in found], right=("ranks",), optional=("GPUs", "ranks", "started", "hosts"))
 
 
 def _row(run: Run) -> tuple[str, ...]:
@@ -94,7 +94,7 @@ def facts_of(run: Run) -> dict[str, Any]:
         "failed": [rank for _, rank in run.failed],
         "hosts": run.hosts,
         "not_asked": run.unasked,
-        "no_answer": run.silent,
+        "no_response": run.silent,
         "gpus": {
             part.host: [{"percent": gpu.percent, "bytes": gpu.memory} for gpu in part.gpus or ()] for part in run.parts
         },
@@ -189,7 +189,7 @@ def attach(
             missing = error
         state = found.state
         print(f"{clean(found.name, colour=False)}: {state}", file=sys.stderr)
-        if missing is not None or not fetch_remembered(found):
+        if not fetch_remembered(found):
             for files in found.files():
                 print(clean_lines(str(files)), file=sys.stderr)
         if missing is not None:

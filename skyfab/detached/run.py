@@ -57,13 +57,12 @@ class Run(ShownAsTable):
         self.id = about.id
         self.name = about.name
         self.function = about.function
-        self.hosts = list(about.hosts)
+        renamed = {part.about.place: part.host for part in parts if part.host not in about.hosts}
+        self.hosts = [name if self._host(name) else renamed.get(at, name) for at, name in enumerate(about.hosts)]
         self.world_size = about.world
         self.started = min(part.started for part in parts)
         found = {part.about.place for part in parts}
-        self.unasked = [
-            name for place, name in enumerate(about.hosts) if place not in found and name not in self._asked
-        ]
+        self.unasked = [name for place, name in enumerate(self.hosts) if place not in found and name not in self._asked]
         """Hosts of the run that were not part of the last query: `state` does not include them."""
         self.asker: Asker | None = None
         """Whose connections are used, if they are open: see `attached`."""
@@ -148,7 +147,7 @@ class Run(ShownAsTable):
         if unknown:
             raise UsageError(
                 f"run {self.id[:8]} is also on {', '.join(unknown)}, which the inventory does not list",
-                hint="name all of its hosts: --hosts=…, or hosts=… in attach()",
+                hint="name all of its hosts: --hosts=… (attach(hosts=…)); one that has a new name must respond",
             )
         return self._asker(**options)
 

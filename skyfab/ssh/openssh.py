@@ -229,7 +229,7 @@ class OpenSSH:
         return path
 
     def _explain(self, code: int, errors: str) -> Exception:
-        if "Permission denied" in errors:
+        if code == 255 and "Permission denied" in errors:
             self._prompts.refused()
         return explain(self._hops, code, errors, self._inventory, typed=self._prompts.outcome)
 
@@ -280,7 +280,8 @@ def _remove(folders: list[Path], pid: int) -> None:
 def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, *, typed: str = "") -> Exception:
     """Converts ssh's error output to the error to raise. `hops` are the path to the host, which is the last one."""
     host, jumps = hops[-1], hops[:-1]
-    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    verbose = ("# ", "import ")  # lines of PYTHONVERBOSE
+    lines = [line.strip() for line in errors.splitlines() if line.strip() and not line.startswith(verbose)]
     last = lines[-1] if lines else ""
     # What an inner ssh has reported is followed by an outer one that found no server.
     is_inner = "exchange_identification" in errors or "UNKNOWN port" in errors
@@ -294,7 +295,7 @@ def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, 
     unresolved = re.search(r"Could not resolve hostname ([^\s:]+)", errors)
     if code == 255 and unresolved and is_inner:
         return refusals.unknown_jump(_named(unresolved[1], jumps), host, inventory)
-    if "Permission denied" in errors or "Too many authentication failures" in errors:
+    if code == 255 and ("Permission denied" in errors or "Too many authentication failures" in errors):
         denied = re.search(r"(\S+)@(\S+): Permission denied \((.*?)\)", errors)
         user, name, methods = denied.groups() if denied else (None, None, "")
         at = _at(jumps, host, user, name) if is_inner else host

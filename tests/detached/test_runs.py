@@ -9,6 +9,7 @@ import pytest
 from stage.run_hosts import ID, Hosts, Several, lines, lost, part, raised, returned, stored
 
 import skyfab as sky
+from skyfab.cli.runs import facts_of
 from skyfab.detached.run import attached, runs_of, survey
 from skyfab.protocol.messages import Ended
 from skyfab.session.ask import Asker, Reply
@@ -91,6 +92,27 @@ def test_hosts_that_were_not_asked_and_hosts_that_do_not_answer(two: Hosts) -> N
         run.result()
     two.says |= {("a", "runs"): lost("a"), ("b", "runs"): unfit("b")}
     assert (run.status, run.silent, run.has_ended) == ("unreachable", ["a", "b"], False)
+
+
+def test_hosts_that_have_other_names_now_are_those_that_respond(two: Hosts) -> None:
+    """The same machines, in an inventory with other names; only machines of the inventory are asked."""
+    two.says |= {("a", "runs"): part(0, hosts=("old1", "old2")), ("b", "runs"): part(1, hosts=("old1", "old2"))}
+    two.says |= {(name, "logs"): lines((rank, f"of {name}", 1.0)) for rank, name in enumerate("ab")}
+    run = two.run()
+    assert (run.hosts, run.unasked, run.silent, run.status) == (["a", "b"], [], [], "done")
+    assert texts(run) == ["of a", "of b"]
+    two.says["b", "runs"] = lost("b")
+    run = two.run()
+    assert (run.hosts, run.unasked) == (["a", "old2"], ["old2"])
+    with pytest.raises(sky.UsageError, match="also on old2, which the inventory does not list") as raised:
+        texts(run)
+    assert "one that has a new name must respond" in str(raised.value)
+
+
+def test_a_run_for_programs_says_who_did_not_respond(two: Hosts) -> None:
+    two.says |= {("a", "runs"): part(0, hosts=("a", "b", "c")), ("b", "runs"): lost("b")}
+    facts = facts_of(two.run())
+    assert (facts["no_response"], facts["not_asked"]) == (["b"], ["c"])
 
 
 def test_a_run_that_a_host_no_longer_has_is_lost_there(two: Hosts) -> None:

@@ -347,6 +347,18 @@ def test_a_server_that_is_not_reached_is_not_taken_for_a_busy_one(said: str, wha
     assert isinstance(error, ServerBusy) == ("closed the connection before" in what)
 
 
+def test_what_a_command_on_the_host_says_is_not_taken_for_a_refused_key() -> None:
+    """PYTHONVERBOSE=1 in its environment: Python says which files it could not read or write, and how it ends."""
+    host = sky.Host(name="a")
+    said = (
+        "# could not create 'x.pyc': PermissionError(13, 'Permission denied')\nNameError: x\n# clear sys.audit hooks\n"
+    )
+    error = explain([host], 1, said, sky.Inventory(hosts={"a": host}))
+    assert isinstance(error, sky.HostLost) and "NameError: x" in str(error)
+    refused = explain([host], 255, "ada@a: Permission denied (publickey).", sky.Inventory(hosts={"a": host}))
+    assert isinstance(refused, sky.AuthenticationRefused)
+
+
 def test_jump_hosts_that_need_each_other_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "config").write_text("Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
     monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 import shlex
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from skyfab.cli.image_options import ImageOptions
 from skyfab.cli.project_settings import ProjectSettings
 from skyfab.cli.run_environment import image_of, plugins_of, read_file, variables_of
 from skyfab.env import uv
+from skyfab.lab import Lab
 
 pytestmark = pytest.mark.usefixtures("world")
 SCRIPT = "import shelf, book, os\nprint(shelf.version, book.version, os.environ.get('WORD'))\n"
@@ -248,6 +251,25 @@ def test_prepare_builds_what_run_uses(run: Run, app: Path, index: Index) -> None
     for more in ((), ("--with=lamp,shelf",)):
         ran = run(*more, "train.py")
         assert ran.returncode == 0, ran.stderr
+
+
+def test_prepare_where_the_inventory_names_a_python(run: Run, app: Path, lab: Lab) -> None:
+    """It has what the project needs, so nothing is built; packages that are named are installed beside it, with it."""
+    pyproject(app, "nothing-like-it")
+    file = app.parent / "inventory.toml"
+    write(file, f'{file.read_text().replace("python = ", "# ")}python = "{lab.hosts[0].python}"\n')
+    made = skyfab(app, "prepare", inventory=file)
+    assert made.returncode == 0, made.stderr
+    assert re.search(r"^node1 +– +– +[\d.]+ +ready$", made.stdout, re.MULTILINE), made.stdout
+    made = skyfab(app, "prepare", "--pip=shelf", inventory=file)
+    assert re.search(r"^node1 +[0-9a-f]{12} +2 +[\d.]+ +ready$", made.stdout, re.MULTILINE), made
+    write(app / "train.py", "import shelf, sys\nprint(sys.prefix != sys.base_prefix, sys._base_executable)\n")
+    ran = run("--pip=shelf", "train.py")
+    word, base = ran.stdout.removeprefix("node1[0] ").split()
+    assert (word, os.path.realpath(base)) == ("True", os.path.realpath(lab.hosts[0].python)), ran
+    write(file, file.read_text().replace(lab.hosts[0].python, "/nowhere/python3"))
+    made = skyfab(app, "prepare", "--pip=book", inventory=file)
+    assert made.returncode == 3 and "/nowhere/python3" in made.stderr
 
 
 def test_a_project_on_this_machine_uses_this_python(app: Path) -> None:

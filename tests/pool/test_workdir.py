@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shlex
 import stat
@@ -13,14 +14,17 @@ from pathlib import Path
 
 import pytest
 from stage.projects import inventory, skyfab
+from stage.spot import until
 
 import skyfab as sky
 from skyfab.detached.run import attach
 from skyfab.detached.written import project
+from skyfab.env import gc
 from skyfab.errors import ProtocolError
 from skyfab.host.agent import workdir as agent_workdir
 from skyfab.lab import Lab
 from skyfab.pool.workdir import Workdir, Workdirs, last_run
+from skyfab.session.ask import Asker
 from skyfab.ui.events import Event, FilesWritten, Output
 
 SAVES = """
@@ -134,6 +138,27 @@ def test_runs_at_once_have_folders_of_their_own(folder: Path, remote: list[sky.H
     assert files.path.endswith(Path(own).name)
     assert "second" in files.what
     assert "first" not in files.what
+
+
+def test_gc_leaves_a_folder_that_is_being_copied(folder: Path, remote: list[sky.Host], namespaces: Lab) -> None:
+    """Also if the run that used it ends meanwhile, and nothing in it has changed for long."""
+    with sky.Compute(remote[:1], ui="none") as second, sky.Compute(remote[:1], ui="none") as first:
+        place = sky.function(write)("deep/data", "x") >> first
+        origin = namespaces.hosts[0].path(place)
+        own = agent_workdir.own_name(origin.name, second.hosts[0].owner)
+        with (origin.parent / f".in-{own}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the copy waits for it
+            found = sky.function(look)() > second
+            notes = origin.parents[1] / "run"
+            until(
+                lambda: any(own in note.read_text() for note in notes.glob("*/*/files")), "the copy is about to begin"
+            )
+            first.close()
+            for path in (origin, *origin.rglob("*")):
+                os.utime(path, (0, 0))
+            with Asker(remote[:1], second.inventory) as asker:
+                asker.ask_one(gc.question(0, dry_run=False), remote[0])
+        assert found.result(60) == {"deep/data": "x"}
 
 
 # ---- where

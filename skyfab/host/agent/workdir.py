@@ -208,6 +208,7 @@ class Written:
                 if os.path.isdir(os.path.join(folder, own)) or _is_used(origin, owner, cache):
                     name = own
                 self._hold(name, owner)
+                self._hold(origin)  # gc leaves it while it is copied
         self._claimed[workdir] = (name, origin)
         return name, origin
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 from concurrent.futures import Future
@@ -58,6 +59,10 @@ def tell_how_to_attach(run: Run, name: str | None = None) -> None:
     """Prints the commands for a detached run, with the `name` that the user gave it, and its id to stdout."""
     short = run.id[:8]
     print(f"run {short} runs on {', '.join(run.hosts)}", file=sys.stderr)
+    for host in run.in_workdirs():
+        if re.fullmatch(r"[\w./~ -]+\.[0-9a-f]{8}", host.workdir):
+            text = f"another run uses the folder of this project: this one works in a copy, {host.workdir}"
+            print(f"{host.name}: {text}", file=sys.stderr)
     word = short if not name or name.startswith("-") else shlex.quote(name)
     for task in ("attach", "logs", "stop"):
         print(HINTS.adapted(f"  skyfab {task} {word}"), file=sys.stderr)

@@ -120,9 +120,10 @@ def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ..
     if known.hosts and others:
         print(clean(f"known_hosts also has {some(others)}", colour=False))
     given = "" if yes else answer("Which hosts? Names, patterns like gpu*, or all [all] ", "name them, or add --yes")
+    choices = {host.name: host for host in known.select([*known.hosts, *others])}
     if given in ("", "all"):
         return known.select(offered)
-    return known.select(given)
+    return replace(known, hosts=choices, source=Path(where)).select(given)  # a plain word that is not one is a typo
 
 
 # ---- do they work

@@ -51,6 +51,8 @@ def lab_down() -> None:
     """
     from skyfab import lab
 
+    if lab.status():
+        print("removing the hosts and their files; that can take minutes", file=sys.stderr)
     print("the lab is down" if lab.down() else "no lab was up", file=sys.stderr)
 
 

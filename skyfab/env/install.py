@@ -22,7 +22,6 @@ from skyfab.calls.image import Image
 from skyfab.env import probe
 from skyfab.env.facts import Facts, Target
 from skyfab.env.lock import Lock
-from skyfab.env.resolve import OLDER
 from skyfab.env.sdists import is_built
 from skyfab.env.tools import python_for, uv_for
 from skyfab.env.uv import is_public, origin, reason, redact
@@ -164,7 +163,7 @@ class Installation:
         """Builds the environment, unless another process was faster. Raises ScriptFailed with uv's output."""
         if built := [f"{wheel.package} {wheel.version}" for wheel in self.lock.wheels if is_built(wheel)]:
             self.report.note(f"built from source on this machine: {', '.join(built)}")
-        if older := re.search(rf"^# ({OLDER}.*)", self.lock.text, re.MULTILINE):
+        if older := re.search("^# (older than the newest version: .*)", self.lock.text, re.MULTILINE):
             self.report.note(older[1])
         pushed, python_there = self._pushed()
         text = self.lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}" if wheel in pushed else None)

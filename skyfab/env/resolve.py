@@ -68,7 +68,7 @@ _ANY_BUILD = {"UV_TORCH_BACKEND": ""}
 """Resolves without PyTorch's own indexes."""
 _FOR_GPUS = re.compile(r"nvidia-|cuda-|triton$|pytorch-triton")
 """Names of packages that a torch for GPUs requires."""
-OLDER = "older than the newest version: "
+_WORD = r"(?<![\w-]){}(?![\w-])"  # the name of a package in what uv says
 _UNFIT = r"(?<![\w.-]){}[=<>]\S+ (?:has no wheels with a matching [\w ]+\b|requires Python [^\s,]+)"
 _HELD = rf"(?:all versions of )?(?<![\w.-])(?!{_PROJECT})[\w.-]+(?:[=<>]\S+)? depends? on {{}}[<=!~]\S*[^\s.,]"
 """uv's reasons against newer versions of a package, other than what the user has requested."""
@@ -164,7 +164,8 @@ class Resolver:
             return text + self._older(text)
         except UvFailed as failed:
             request, why = self.request, str(failed).replace(_PROJECT, "your image")
-            blamed = [text for text in request.pip if _is_in(canonicalize_name(requirement(text).name), why)]
+            names = [canonicalize_name(requirement(text).name) for text in request.pip]
+            blamed = [text for name, text in zip(names, request.pip, strict=True) if re.search(_WORD.format(name), why)]
             wanted = uv.redact(", ".join(blamed or request.pip))
             where = f"Python {self.target.python} on {uv.described(self.target)}"
             if request.torch and re.search(r"\btorch\b", why):
@@ -279,7 +280,7 @@ class Resolver:
                     self._again = partial(self._compile, also=needed, **how)
                     return text
             except UvFailed as failed:
-                more = {name for name in hidden - needed if _is_in(name, str(failed))}
+                more = {name for name in hidden - needed if re.search(_WORD.format(name), str(failed))}
                 if not more:
                     raise
             needed |= more
@@ -315,7 +316,7 @@ class Resolver:
                 said = " ".join(str(failed).split())
                 whys = re.findall(_UNFIT.format(name), said)[-1:] or re.findall(_HELD.format(name), said)[:1]
                 found += [f"{name} {chosen[name]} ({why})" for why in whys]
-        return f"# {OLDER}{', '.join(found)}\n" if found else ""
+        return f"# older than the newest version: {', '.join(found)}\n" if found else ""
 
     # uv pip compile
 
@@ -376,11 +377,6 @@ def requirement(text: str) -> Requirement:
             f"{HINTS.image('pip')}: not a valid requirement: {uv.redact(text)!r}",
             hint='write a name with versions, such as "numpy>=2", or "name @ https://…/name-1.0-py3-none-any.whl"',
         ) from None
-
-
-def _is_in(name: str, said: str) -> bool:
-    """Whether uv's words are about this package."""
-    return re.search(rf"(?<![\w-]){name}(?![\w-])", said) is not None
 
 
 def _names(text: str) -> set[str]:

@@ -583,6 +583,9 @@ def test_lab_up_prints_an_inventory_that_works(tmp_path: Path) -> None:
         assert status.out.startswith("node1 ") and status.err == f"hint: export SKYFAB_INVENTORY={path}\n"
         assert program("lab.status", cwd=tmp_path, SKYFAB_INVENTORY=path, **place).err == ""
     finally:
-        assert program("lab.down", cwd=tmp_path, **place).code == 0
+        down = program("lab.down", cwd=tmp_path, **place)
+    assert down.code == 0
+    assert down.err == "removing the hosts and their files; that can take minutes\nthe lab is down\n"
+    assert program("lab.down", cwd=tmp_path, **place).err == "no lab was up\n"
     assert not Path(path).exists()
     assert program("lab.status", cwd=tmp_path, **place).out == ""

@@ -65,6 +65,22 @@ def test_the_end_of_input_is_no_answer(tmp_path: Path) -> None:
         assert "Traceback" not in typist.said
 
 
+def test_a_typo_at_the_question_names_what_was_meant(tmp_path: Path) -> None:
+    (tmp_path / ".ssh").mkdir()
+    (tmp_path / ".ssh" / "known_hosts").write_text("storage ssh-ed25519 AAAA\n")
+    environ = config(tmp_path, "Host works1 works2\n  HostName 127.0.0.1\n  Port 1\n") | {"HOME": str(tmp_path)}
+    for typed, code, said in (
+        ("wroks1", 2, 'matches "wroks1"\nhint: did you mean works1?\n'),
+        ("storag", 2, "did you mean storage?"),
+        ("works*,storage,127.0.0.2:1", 3, "127.0.0.2: not usable"),
+    ):
+        with Typist([sys.executable, "-m", "skyfab", "init"], tmp_path, **environ) as typist:
+            typist.sees(r"Which hosts\?.*")
+            typist.types(typed)
+            assert typist.ends() == code, typist.said
+            assert said in typist.said
+
+
 def test_no_host_can_be_used(tmp_path: Path) -> None:
     done = skyfab(tmp_path, "init", "--yes", **config(tmp_path, "Host a\n  HostName 127.0.0.1\n  Port 1\n"))
     assert done.returncode == 3 and "a: not usable: " in done.stdout

@@ -148,6 +148,13 @@ def test_what_is_fetched_can_be_awaited(device: Any) -> None:
     assert torch.equal(asyncio.run(fetched()), X)
 
 
+def test_data_parallel_is_that_of_a_machine_without_gpus(device: Any) -> None:
+    layer, data = torch.nn.Linear(2, 1), torch.ones(3, 2)
+    assert torch.equal(torch.nn.DataParallel(layer)(data), layer(data))
+    remote = torch.nn.DataParallel(layer.to(device))(data.to(device))
+    assert remote.device == device
+
+
 def test_modules_of_this_machine_are_converted_as_without_a_device(device: Any) -> None:
     assert not torch.__future__.get_swap_module_params_on_conversion()
     assert nn.LazyLinear(3).to(device)(X.to(device)).shape == (32, 3)

@@ -494,6 +494,8 @@ def test_a_run_beside_another_one_has_what_was_sent_for_it(here: Path, listed: P
         assert begun.returncode == 0, begun.stderr
         until(lambda: config in skyfab(here, "logs", begun.stdout.strip(), inventory=listed).stdout, config)  # noqa: B023
         folders[config] = skyfab(here, "logs", begun.stdout.strip(), inventory=listed).stdout.split()[-1]
+        copied = f"this one works in a copy, ~/.cache/skyfab/files/{Path(folders[config]).name}\n"
+        assert (copied in begun.stderr) == (config != "first"), "the command says so, not only the log"
     assert len(set(folders.values())) == 3
     found = skyfab(here, "exec", "node1", "--", "ls -d $PWD $PWD.*", inventory=listed).stdout
     assert [line.split()[-1] for line in found.splitlines()] == sorted(folders.values())

@@ -22,6 +22,8 @@ PRINTED = {
     "own_plugin": ["True True"],
     "forward": ["hello from"],
     "detached": ["[5", "skyfab logs count"],
+    "generate": ["Look, the model stays", "AGAIN: THE MODEL STAYS"],
+    "shared_state": ["every rank saw: True", "counter: "],
     "dask_array": ["sum: 999999000000", "squares: [0, 1, 4, 9, 16]"],
     "doctor_in_ci": ["checks: ", "failure: 0"],
 }

@@ -499,8 +499,11 @@ class Interrupted(Worker):
         hook = sys.unraisablehook
 
         def drop(about: Any) -> None:
-            """Python drops what a handler raises while the garbage collector calls something."""
-            if not isinstance(about.exc_value, (Stop, SignalCame)):
+            """Python drops what a handler raises while the garbage collector calls something.
+
+            A file that was just opened when a handler raised, before its ``with``, is closed by the garbage collector.
+            """
+            if not isinstance(about.exc_value, (Stop, SignalCame, ResourceWarning)):
                 hook(about)
 
         sys.unraisablehook = drop

@@ -109,6 +109,17 @@ def test_a_result_that_only_cpus_keep(device: Any) -> None:
     torch.testing.assert_close(theirs.grad.cpu(), mine.grad)
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_shapes_of_what_a_norm_keeps(device: Any, training: bool) -> None:
+    """CPUs keep nothing in evaluation, GPUs do."""
+    given = [torch.randn(4, 3), *(torch.ones(3) for _ in range(4))]
+    mine = torch.native_batch_norm(*given, training, 0.1, 1e-5)
+    given[3:] = [torch.ones(3) for _ in range(2)]  # training changes them
+    theirs = torch.native_batch_norm(*(one.to(device) for one in given), training, 0.1, 1e-5)
+    for here, there in zip(mine, theirs, strict=True):
+        torch.testing.assert_close(there.cpu(), here)
+
+
 def test_a_result_that_gpus_do_not_keep() -> None:
     from skyfab.device import meta
 

@@ -21,6 +21,7 @@ from benchmarks.joblib_tasks import Joblib
 from benchmarks.many import Many
 from benchmarks.map import Map
 from benchmarks.output import Lines
+from benchmarks.ray import Ray
 from benchmarks.reconnect import Reconnect
 from benchmarks.result import Result
 from benchmarks.top import Top
@@ -57,4 +58,5 @@ ROWS: tuple[Row, ...] = (
     Doctor(),
     Device(),
     Dask(),
+    Ray(),
 )

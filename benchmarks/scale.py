@@ -63,6 +63,8 @@ class Scale:
     examined: int = 16
     """Hosts of an examination."""
     examinations: int = 5
+    nodes: int = 4
+    """Hosts of a cluster of Ray."""
 
 
 TASTE = Scale(
@@ -97,5 +99,6 @@ TASTE = Scale(
     trips=1,
     examined=2,
     examinations=1,
+    nodes=1,
 )
 """Runs everything in seconds: checks that the benchmarks work, not how fast skyfab is."""

@@ -28,7 +28,7 @@ MAY_IMPORT = {
     "inventory": "errors _util",
     "providers": "errors _util inventory",
     "calls": "errors _util context protocol inventory files",
-    "engines": "errors _util context protocol inventory calls ui host",  # a pool is given to them
+    "engines": "errors _util context protocol inventory calls plugins host session ui",  # a pool is given to them
     "plugins": "errors context protocol inventory calls host engines",  # elastic ranks load functions as workers do
     "ui": "errors _util",
     "ssh": "errors _util protocol inventory ui",  # logins may ask the user

@@ -86,6 +86,14 @@ def test_a_grid_search(tmp_path: Path) -> None:
 
 @pytest.mark.lab
 @pytest.mark.slow
+def test_ray_has_a_node_on_each_host(tmp_path: Path, lent_lab: Lab) -> None:
+    pytest.importorskip("ray")
+    said = run("ray_tasks", tmp_path, "node1,node2", SKYFAB_INVENTORY=str(lent_lab.inventory))
+    assert said.startswith(f"2 nodes at {lent_lab.hosts[0].address}:") and said.endswith(": 3.1\n")
+
+
+@pytest.mark.lab
+@pytest.mark.slow
 def test_a_job_of_ci_ends_with_what_the_doctor_finds(lab: Lab) -> None:
     """A host that cannot be reached is a failure of the job, and an annotation that is one line."""
     words = [sys.executable, str(EXAMPLES / "doctor_in_ci.py"), "ada@127.0.0.1:1"]

@@ -13,6 +13,7 @@ from skyfab.plugins.huggingface import huggingface as huggingface
 from skyfab.plugins.jax import jax as jax
 from skyfab.plugins.joblib import joblib as joblib
 from skyfab.plugins.keras import keras as keras
+from skyfab.plugins.ray import ray as ray
 from skyfab.plugins.torch import torch as torch
 
 REGISTRY: Final[dict[str, Callable[..., Plugin]]] = {

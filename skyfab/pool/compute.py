@@ -73,6 +73,7 @@ if TYPE_CHECKING:
 
     from skyfab.device.stream import DeviceStream
     from skyfab.engines.executor import PoolExecutor
+    from skyfab.engines.ray import RayCluster
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -582,6 +583,17 @@ class Compute(ShownAsTable):
         """
         self._check_open()
         return self._forwards.open(named(self.hosts, on).host, self.inventory, port, local)
+
+    def ray(self, *, num_cpus: int | None = None, object_store_memory: int | None = None) -> RayCluster:
+        """Ray on all hosts of the pool: ``with compute.ray() as address:`` (docs/engines.md). Needs `plugins.ray`.
+
+        As for ``ray start``, each host has `num_cpus` CPUs, and `object_store_memory` bytes of memory for objects.
+        """
+        from skyfab.engines.ray import RayCluster
+
+        self._check_open()
+        options = {"num-cpus": num_cpus, "object-store-memory": object_store_memory}
+        return RayCluster(self, self._images, peer_addresses, options)
 
     def device(self, kind: str = "auto", *, on: str | None = None) -> torch.device:
         """Returns a device of a host as a `torch.device`: tensors and modules work on it unmodified.

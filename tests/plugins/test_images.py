@@ -22,6 +22,7 @@ PLUGINS = {
     "huggingface": sky.plugins.huggingface(token="hf_do-not-show"),
     "accelerate": sky.plugins.accelerate({"mixed_precision": "bf16"}),
     "dask": sky.plugins.dask(),
+    "ray": sky.plugins.ray(),
 }
 
 
@@ -199,6 +200,14 @@ def test_dask_is_the_one_that_is_installed_here_with_what_it_uses_here(installed
     assert pip(sky.plugins.dask()) == ("distributed==2026.8.0", "bokeh", "numpy==2.4.6", "pandas==3.1.1")
     assert pip(sky.plugins.dask(version="2026.1.0"), "numpy>=2")[:2] == ("numpy>=2", "distributed==2026.1.0")
     assert pip(sky.plugins.dask(version="latest"))[0] == "distributed"
+
+
+def test_ray_is_that_of_this_machine_or_a_named_one(installed: dict[str, str]) -> None:
+    assert pip(sky.plugins.ray()) == ("ray",)
+    installed["ray"] = "2.60.0"
+    assert pip(sky.plugins.ray()) == ("ray==2.60.0",)
+    assert pip(sky.plugins.ray("default", version=">=2.52")) == ("ray[default]>=2.52",)
+    assert pip(sky.plugins.ray(), "ray[tune]") == ("ray[tune]",)
 
 
 def test_keras_brings_its_backend_and_torch_as_the_torch_plugin_would(installed: dict[str, str]) -> None:

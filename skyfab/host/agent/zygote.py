@@ -139,12 +139,12 @@ def _serve(control: socket.socket) -> None:
     children: dict[int, int] = {}
     own = {control.fileno(), wakeup_in, wakeup_out}
     parent = os.getpid()
-    _prctl(36, 1)  # orphaned descendants of workers become our children, whatever session or group they are in
+    prctl(36, 1)  # orphaned descendants of workers become our children, whatever session or group they are in
     try:
         _attend(control, wakeup_in, children, lambda request, fds: _become_worker(request, fds, cwd, own, parent))
     finally:
         _kill(list(children))
-        _end_all()  # a process that still runs could write to the folder
+        end_children()  # a process that still runs could write to the folder
         import shutil
 
         shutil.rmtree(os.path.dirname(cwd), ignore_errors=True)  # a killed agent has not done it
@@ -234,7 +234,7 @@ def _signal(pids: list[int], number: int) -> None:
             os.kill(pid, number)
 
 
-def _prctl(option: int, value: int) -> None:
+def prctl(option: int, value: int) -> None:
     """Changes a setting of this process, on Linux."""
     if sys.platform == "linux":
         import ctypes
@@ -275,7 +275,7 @@ def _mark(rank: int) -> None:
         del os.environ[_MARK]  # programs that are started with exec have SKYFAB_RANK
 
 
-def _end_all() -> None:
+def end_children() -> None:
     """Kills and reaps until no child is left. Orphaned descendants become our children."""
     while True:
         _signal(_offspring(), signal.SIGKILL)
@@ -291,7 +291,7 @@ def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited:
     for fd in inherited:
         os.close(fd)
     os.setsid()
-    _prctl(1, signal.SIGKILL)  # Linux kills it when the zygote terminates; elsewhere it exits when its pipe is closed
+    prctl(1, signal.SIGKILL)  # Linux kills it when the zygote terminates; elsewhere it exits when its pipe is closed
     if os.getppid() != parent:  # it terminated before the prctl
         os._exit(1)
     _mark(request["id"])

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import os
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 import skyfab as sky
 from skyfab.inspect.survey import SURVEY
+from skyfab.providers.base import Provider
 from skyfab.session.ask import Asker
 
 
@@ -94,3 +96,22 @@ def test_a_pool_over_connections_that_are_there(host: sky.Host) -> None:
 def test_options(host: sky.Host, options: dict[str, object]) -> None:
     with sky.Compute([host], ui="none", **options) as pool:  # type: ignore[arg-type]
         assert double(2) >> pool == 4
+
+
+def test_the_hosts_of_a_provider_go_with_the_pool(host: sky.Host) -> None:
+    class Rented(Provider):
+        def start(self, tell: Callable[[str], None] = print) -> sky.Inventory:
+            calls.append("start")
+            return sky.Inventory(hosts={"here": host})
+
+        def stop(self) -> None:
+            calls.append("stop")
+
+    calls: list[str] = []
+    with sky.Compute(provider=Rented(), ui="none") as pool:
+        assert double(2) >> pool == 4
+        assert calls == ["start"]
+        for use in (lambda: 5 >> pool, lambda: 5 @ pool):
+            with pytest.raises(sky.UsageError, match="not a call"):
+                use()
+    assert calls == ["start", "stop"]

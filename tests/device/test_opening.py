@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,8 +130,8 @@ print(torch.sky.device_count())
 """
 
 
-def test_the_device_type_is_registered_once_and_needs_the_place_of_another() -> None:
-    done = subprocess.run([sys.executable, "-c", REGISTERS], capture_output=True, text=True)
+def test_the_device_type_is_registered_once_and_needs_the_place_of_another(tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", REGISTERS], capture_output=True, text=True, cwd=tmp_path)
     taken = "the device type 'mine' is already registered in this process; PyTorch allows only one"
     assert done.stdout.splitlines() == [taken, "0"], done.stderr
     assert ("one accelerator per process" in done.stderr) == torch.cuda.is_available()

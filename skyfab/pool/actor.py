@@ -157,12 +157,19 @@ class Actor:
         refuse_to_block()
         with SIGNAL_GUARD:
             reply = Reply()
+            packed = self._packed(method, self._one, call)
+            if packed.talks:
+                return self.submit(method, call).result()
             with self._lock:
                 self._check()
                 self._advance(everything=True)
-                self._send(self._packed(method, self._one, call), reply)
+                self._send(packed, reply)
             self.node.session.read_until_there(reply)
-            return self.value(f"{self.label}.{method}", *reply.wait())
+            try:
+                found = reply.wait()
+            except HostLost as error:
+                raise self.lost(f"its host is lost: {error.message}") from error
+            return self.value(f"{self.label}.{method}", *found)
 
     def submit(self, method: str, call: Call[Any]) -> CallFuture:
         """Calls a method; returns the future of its result."""
@@ -194,6 +201,8 @@ class Actor:
 
     def _send(self, packed: PackedCall, caller: Any) -> None:
         self._check()
+        if packed.talks and isinstance(caller, _Group):
+            [caller.conversation] = converse(packed, 1, untrusted=self.untrusted)
         self.node.call(self.worker, self._spec, packed, caller=caller, store="none")
 
     def _advance(self, *, everything: bool = False) -> None:
@@ -201,17 +210,23 @@ class Actor:
         while self._waiting and (everything or self._in_progress < self._most):
             group = self._next_group()
             self._in_progress += 1
-            method, call = group[0].method, group[0].call
             sent = _Group(self, group)
             try:
-                if len(group) == 1:
-                    packed = self._packed(method, self._one, call)
-                else:
-                    each = [(one.call.args[1:], one.call.kwargs) for one in group]
-                    packed = self._packed(method, self._several, _INVOKE_ALL(method, each))
-                self._send(packed, sent)
+                self._send(self._packed_group(group), sent)
             except Exception as error:
                 sent.failed(error)
+
+    def _packed_group(self, group: list[_Submitted]) -> PackedCall:
+        """The message for several calls; for the first alone if one of them has a stream as an argument."""
+        method = group[0].method
+        if len(group) > 1:
+            each = [(one.call.args[1:], one.call.kwargs) for one in group]
+            packed = self._packed(method, self._several, _INVOKE_ALL(method, each))
+            if not packed.talks:
+                return packed
+            self._waiting.extendleft(reversed(group[1:]))
+            del group[1:]
+        return self._packed(method, self._one, group[0].call)
 
     def _next_group(self) -> list[_Submitted]:
         """The next calls that are sent in one message."""
@@ -271,16 +286,25 @@ class _Talk(Reply):
 class _Group(Reply):
     """Calls in one message: the `Caller` of the actor's node."""
 
-    __slots__ = ("_actor", "_began", "_calls")
+    __slots__ = ("_actor", "_began", "_calls", "conversation")
 
     def __init__(self, actor: Actor, calls: Sequence[_Submitted]) -> None:
         super().__init__()
         self._actor = actor
         self._calls = calls
         self._began = time.monotonic()
+        self.conversation: Conversation | None = None
+        """Sends the streams among the arguments."""
+
+    def sent(self, stream: int) -> None:
+        super().sent(stream)
+        if self.conversation is not None:
+            self.conversation.begin(self._actor.node, self._actor.worker, stream)
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
         method, label = self._calls[0].method, self._calls[0].future.label
+        if self.conversation is not None:
+            self.conversation.end(None)
         if len(self._calls) == 1:
             self._actor.answered(method, self._began, None, 1)
             self._deliver(self._calls[0], message, buffers)
@@ -301,6 +325,8 @@ class _Group(Reply):
     def failed(self, error: Exception) -> None:
         if isinstance(error, HostLost):
             error = self._actor.lost(f"its host is lost: {error.message}")
+        if self.conversation is not None:
+            self.conversation.end(error)
         self._actor.answered(self._calls[0].method, self._began, None, 1)
         for one in self._calls:
             one.future.settle(None, error)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import queue
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import wait
+from pathlib import Path
 from typing import Any
 
 import pytest
+from stage.spot import until
 
 import skyfab as sky
+from skyfab.lab import Lab
 
 
 class Account:
@@ -175,3 +181,113 @@ def test_gpus_are_given_to_one_actor_at_a_time() -> None:
         with first:
             pass
         assert pool.actor(Account, gpus=1).gpus() == "0"
+
+
+class Shop:
+    """Has methods that yield, that wait for each other, and that call another actor."""
+
+    def __init__(self, other: Any = None) -> None:
+        self.other = other
+        self.state = "open"
+        self.changed = asyncio.Event()
+
+    def values(self, count: int) -> Iterator[int]:
+        yield from range(count)
+
+    def blocked(self) -> Iterator[int]:
+        try:
+            yield 1
+            time.sleep(1000)
+        finally:
+            self.state = "ended"
+
+    def what(self) -> str:
+        return self.state
+
+    def summed(self, numbers: Iterator[int]) -> int:
+        return sum(numbers)
+
+    async def until_changed(self) -> str:
+        await self.changed.wait()
+        return "changed"
+
+    async def change(self) -> None:
+        self.changed.set()
+
+    async def later(self, count: int) -> AsyncIterator[int]:
+        for number in range(count):
+            await asyncio.sleep(0)
+            yield number
+
+    def through(self, amount: int) -> Any:
+        return self.other.add(amount)
+
+
+@sky.function
+def add_through(handle: Any, amount: int) -> tuple[Any, Any]:
+    return handle.add(amount), handle.add.submit(amount).result()
+
+
+def test_methods_that_yield_and_read_streams(pool: sky.Compute) -> None:
+    with pool.actor(Shop) as shop:
+        assert list(shop.values(500)) == list(range(500))
+        assert list(shop.later(5)) == list(range(5))
+        assert shop.summed(sky.stream(range(500))) == sum(range(500))
+        values = shop.blocked()
+        assert next(values) == 1
+        values.close()
+        assert shop.what() == "ended"
+        with pytest.raises(sky.UsageError, match="is a generator"):
+            shop.values.submit(1)
+
+
+def test_calls_that_wait_for_each_other(compute: sky.Compute) -> None:
+    with compute.actor(queue.Queue, concurrency=2) as waiting, compute.actor(Shop, concurrency=2) as shop:
+        first = waiting.get.submit()
+        waiting.put("here")
+        assert first.result(60) == "here"
+        second = shop.until_changed.submit()
+        shop.change()
+        assert second.result(60) == "changed"
+
+
+def test_functions_and_actors_on_hosts_call_actors(pool: sky.Compute) -> None:
+    with pool.actor(Account, on="head") as account, pool.actor(Shop, account) as shop:
+        assert add_through(account, 1) >> pool == (1, 2)
+        assert shop.through(5) == 7
+        assert sorted(add_through(account, 0) @ pool) == [(7, 7)] * 2
+        with pytest.raises(TypeError):
+            add_through(account, "x") >> pool
+        with pytest.raises(AttributeError, match="missing"):
+            sky.function(lambda handle: handle.missing())(account) >> pool
+
+
+def test_a_handle_elsewhere(compute: sky.Compute) -> None:
+    import pickle
+
+    with compute.actor(Account) as account, pytest.raises(TypeError, match="argument of a call"):
+        pickle.dumps(account)
+
+
+def test_an_actor_that_is_dropped_ends(compute: sky.Compute) -> None:
+    account = compute.actor(Account)
+    pid = account.pid()
+    del account
+    until(lambda: not Path(f"/proc/{pid}").exists())
+
+
+def test_invalid_options(compute: sky.Compute) -> None:
+    with pytest.raises(sky.UsageError, match="concurrency"):
+        compute.actor(Account, concurrency=0)
+    with pytest.raises(sky.UsageError, match="no host 'nowhere'"):
+        compute.actor(Account, on="nowhere")
+
+
+def test_an_actor_of_a_lost_host_is_lost(lab: Lab, open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("openssh", count=2, lease=4)
+    with pool.actor(Account, on="node2") as account:
+        assert account.add() == 1
+        lab.hosts[1].reboot()
+        with pytest.raises(sky.ActorLost):
+            account.add()
+    until(lambda: pool.hosts[1].state == "ready", "its next agent, which removes what the last one left")

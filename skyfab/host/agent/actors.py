@@ -25,6 +25,8 @@ _made = threading.Event()
 """Set when one of them is known: calls may arrive before, and run on other threads."""
 _loop: AbstractEventLoop | None = None
 """That of its asynchronous methods, once there is one."""
+_lock = threading.Lock()
+"""Held while it is made."""
 
 
 def construct(kind: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -66,9 +68,10 @@ def _await(coroutine: Any) -> Any:
     import asyncio
 
     global _loop
-    if _loop is None:
-        _loop = asyncio.new_event_loop()
-        threading.Thread(target=_loop.run_forever, daemon=True).start()
+    with _lock:
+        if _loop is None:
+            _loop = asyncio.new_event_loop()
+            threading.Thread(target=_loop.run_forever, daemon=True).start()
     return asyncio.run_coroutine_threadsafe(coroutine, _loop).result()
 
 

@@ -7,6 +7,7 @@ for their turn here are then sent together, if they are short and of one method.
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import time
 from collections import deque
@@ -91,6 +92,7 @@ class Actor:
         self._most = max(_IN_PROGRESS, 2 * limits.concurrency)
         self._together = 1 if untrusted or limits.concurrency > 1 else _TOGETHER
         self.untrusted = untrusted
+        self._process = os.getpid()
         self.is_closed = False
         self.is_shared = False
         """Hosts have handles of it: it stays if the one of this program is dropped."""
@@ -129,7 +131,9 @@ class Actor:
         return reply
 
     def close(self) -> None:
-        """Ends the process."""
+        """Ends the process. Does nothing in a forked child: the parent owns it."""
+        if self._process != os.getpid():
+            return
         with SIGNAL_GUARD, self._lock, suppress(SkyfabError):  # the process of a lost host has ended
             self.is_closed = True
             if self._generation:
@@ -137,9 +141,13 @@ class Actor:
 
     def _check(self) -> None:
         """Starts a process that has ended again, if that is allowed. Raises ActorLost; if it is closed, UsageError."""
+        if self._process != os.getpid():
+            raise UsageError("this actor belongs to another process, and only that process can call it")
         if self.is_closed:
             raise UsageError(f"the actor {self.label} has ended", hint="make another one: compute.actor(…)")
-        if self.node.session is self._session and self.node.has_worker(self.worker, self._generation):
+        session = self.node.session
+        runs = session is self._session and not session.has_ended
+        if runs and self.node.has_worker(self.worker, self._generation):
             return
         if not self._restarts:
             raise self.lost("its process has ended")

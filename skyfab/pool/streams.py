@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import functools
+import os
 import sys
 import threading
 import weakref
@@ -22,7 +23,7 @@ from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.results import unpack_result
 from skyfab.calls.stream import Values
-from skyfab.errors import CallCancelled, ProtocolError, SkyfabError
+from skyfab.errors import CallCancelled, ProtocolError, SkyfabError, UsageError
 from skyfab.pool.futures import CallFuture, refuse_to_block
 from skyfab.pool.node import Node
 from skyfab.protocol import messages
@@ -54,6 +55,8 @@ class Conversation:
 
     def __init__(self, call: PackedCall, *, untrusted: bool) -> None:
         self._call = call
+        self._batch = max(1, call.ahead // 3)
+        """Values that one request is for, at most."""
         self._untrusted = untrusted
         self.future = CallFuture()
         """Resolved when the call has ended."""
@@ -74,10 +77,16 @@ class Conversation:
         """Values that have arrived: whether each is plain data, and its buffers."""
         self._has_more = True
         """Whether the generator may have further values."""
+        self._process = os.getpid()
         self._is_closed = self.is_cut_off = False
         """Whether its iterator was closed, or the pool."""
         self._ready: list[Callable[[], object]] = []
         """To be called when there is a value or an end."""
+
+    @property
+    def is_parents(self) -> bool:
+        """This is a forked child, and the connection belongs to its parent."""
+        return self._process != os.getpid()
 
     @property
     def host(self) -> str:
@@ -173,6 +182,8 @@ class Conversation:
 
     def next_value(self) -> Any:
         """The next value. Raises StopIteration, or what the generator has raised."""
+        if self.is_parents:
+            raise UsageError("this iterator belongs to another process, and only that process can read it")
         with SIGNAL_GUARD:
             if self.is_cut_off:
                 raise CallCancelled(f"{self._call.label} was ended when the pool was closed", host=self.host)
@@ -199,7 +210,7 @@ class Conversation:
     def _ask(self) -> None:
         asked = Reply(self._notify)
         self._asked.append(asked)
-        self.exchange("next", asked, count=max(1, self._call.ahead // 3))
+        self.exchange("next", asked, count=self._batch)
 
     def _take(self, asked: Reply) -> None:
         """Takes the values of a reply, and asks for more."""
@@ -210,7 +221,7 @@ class Conversation:
             self._has_more = False
             return
         values = [buffers] if message.count == 1 else [[buffer] for buffer in buffers]
-        if len(values) != message.count:
+        if len(values) != message.count or message.count > self._batch:
             raise ProtocolError("invalid values of a generator", host=self.host)
         self._values.extend((message.plain, value) for value in values)
         while self._has_more and len(self._asked) < min(2, self._call.ahead) and not self._is_closed:
@@ -220,6 +231,8 @@ class Conversation:
 
     def close(self, *, wait: bool = True) -> None:
         """Ends the generator. With `wait`, raises what it raises while it ends."""
+        if self.is_parents:
+            return
         with SIGNAL_GUARD:
             with self._lock:
                 first, self._is_closed = not self._is_closed, True
@@ -299,7 +312,9 @@ class RemoteIterator(Values[T_co]):
     def __del__(self) -> None:
         """Closes it on a new thread: the garbage collector may run on any thread, with any lock held."""
         conversation = getattr(self, "conversation", None)
-        if conversation is not None and not conversation.future.done() and not sys.is_finalizing():
+        if conversation is None or conversation.is_parents or sys.is_finalizing():
+            return
+        if not conversation.future.done():
             threading.Thread(target=conversation.close, kwargs={"wait": False}, daemon=True).start()
 
     def __repr__(self) -> str:

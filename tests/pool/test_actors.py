@@ -7,7 +7,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.lab import Lab
 
 
 class Account:
@@ -281,13 +280,3 @@ def test_invalid_options(compute: sky.Compute) -> None:
         compute.actor(Account, concurrency=0)
     with pytest.raises(sky.UsageError, match="no host 'nowhere'"):
         compute.actor(Account, on="nowhere")
-
-
-def test_an_actor_of_a_lost_host_is_lost(lab: Lab, open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool("openssh", count=2, lease=4)
-    with pool.actor(Account, on="node2") as account:
-        assert account.add() == 1
-        lab.hosts[1].reboot()
-        with pytest.raises(sky.ActorLost):
-            account.add()
-    until(lambda: pool.hosts[1].state == "ready", "its next agent, which removes what the last one left")

@@ -155,6 +155,31 @@ def test_a_broadcast_that_may_be_repeated_waits_for_a_host_that_is_rebooted(
     assert future.result(170) == [1, 1]
 
 
+class Total:
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self, amount: int) -> int:
+        self.value += amount
+        return self.value
+
+
+def test_an_actor_of_a_lost_host_is_lost_or_made_again(pair: Lab, pool: Callable[..., sky.Compute]) -> None:
+    compute = pool()
+    with compute.actor(Total, on="node1"), compute.actor(Total, restarts=1) as moved:
+        lost = compute.actor(Total, on="node2")
+        assert [lost.add(1), moved.add(1), repr(moved)] == [1, 1, "<actor Total on node2>"]
+        pair["node2"].kill()
+        try:
+            with pytest.raises(sky.ActorLost, match="its host is lost"):
+                lost.add(1)
+            with pytest.raises(sky.ActorLost):
+                lost.add.submit(1).result(60)
+            assert [moved.add(1), repr(moved)] == [1, "<actor Total on node1>"]
+        finally:
+            pair["node2"].reboot()
+
+
 def test_a_map_goes_on_without_a_host(pair: Lab, pool: Callable[..., sky.Compute], place: Spot) -> None:
     compute = pool()
     begun = place / "begun"

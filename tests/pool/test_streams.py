@@ -387,3 +387,22 @@ def test_a_stream_is_not_pickled_elsewhere() -> None:
 
     with pytest.raises(TypeError, match="argument of a call"):
         pickle.dumps(sky.stream([1]))
+
+
+def test_a_forked_child_leaves_iterators_and_actors_to_its_parent(compute: sky.Compute) -> None:
+    values, counter = count(500) >> compute, compute.actor(dict)
+    first = [next(values) for _ in range(3)]
+    child = os.fork()
+    if not child:
+        refused = 0
+        for use in (lambda: next(values), lambda: counter.get(1)):
+            try:
+                use()
+            except sky.UsageError:
+                refused += 1
+        del values, counter
+        gc.collect()
+        os._exit(refused)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+    assert [*first, *values] == list(range(500))
+    assert counter.get(1) is None

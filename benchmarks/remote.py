@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import skyfab as sky
@@ -52,6 +53,30 @@ def make(size: int, library: str) -> Any:
 
 
 _made: Any = None
+
+
+@sky.function
+def count(until: int) -> Iterator[int]:
+    yield from range(until)
+
+
+@sky.function
+def pieces(size: int, each: int, library: str) -> Iterator[Any]:
+    """As much as `make` returns, in pieces."""
+    whole = make.fn(size, library)
+    for start in range(0, size // 8, each // 8):
+        yield whole[start : start + each // 8] if library == "numpy" else whole[start : start + each // 8].clone()
+
+
+class Counter:
+    """An actor."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def add(self) -> int:
+        self.value += 1
+        return self.value
 
 
 @sky.function

@@ -24,6 +24,7 @@ from benchmarks.output import Lines
 from benchmarks.ray import Ray
 from benchmarks.reconnect import Reconnect
 from benchmarks.result import Result
+from benchmarks.streams import Streams
 from benchmarks.top import Top
 from benchmarks.warm import Warm
 
@@ -44,6 +45,7 @@ ROWS: tuple[Row, ...] = (
     Cold(),
     Map(),
     Joblib(),
+    Streams(),
     Bulk(),
     Files(),
     Forward(),

@@ -25,6 +25,8 @@ class Scale:
     one_way: int = 2
     arrays: tuple[str, ...] = ("torch", "numpy")
     """The library of the tensor: the first of these that is installed."""
+    values: int = 20_000
+    """Values of a generator, and calls of an actor."""
     lines: int = 200_000
     """Lines that a function prints."""
     output: int = 3
@@ -78,6 +80,7 @@ TASTE = Scale(
     bulk=1,
     one_way=1,
     arrays=("numpy", "torch"),  # importing torch takes longer than all the rest
+    values=200,
     lines=2000,
     output=1,
     packages=("colorama",),

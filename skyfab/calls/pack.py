@@ -59,6 +59,11 @@ class PackedCall:
     """Streams and actors in its arguments, by their numbers."""
 
     @property
+    def batch(self) -> int:
+        """How many values one request is for, at most; 0 if it must not be asked before a value is needed."""
+        return max(1, self.ahead // 3) if self.yields and self.ahead else 0
+
+    @property
     def talks(self) -> bool:
         """Whether values are exchanged with it while it runs."""
         return self.yields or (bool(self.found) and any(isinstance(one, Stream) for one in self.found))

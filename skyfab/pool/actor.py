@@ -279,6 +279,9 @@ class _Talk(Reply):
         super().sent(stream)
         self._conversation.begin(self._actor.node, self._actor.worker, stream)
 
+    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        self._conversation.yielded(message, buffers)
+
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
         try:
             self._actor.value(self._conversation.future.label, message, buffers)

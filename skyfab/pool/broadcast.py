@@ -235,6 +235,9 @@ class _RankCall:
     def sent(self, stream: int) -> None:
         self._broadcast.sent(self._member, stream)
 
+    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        self._broadcast.conversations[self._member.rank].yielded(message, buffers)
+
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
         broadcast, member = self._broadcast, self._member
         assert broadcast.gang is not None

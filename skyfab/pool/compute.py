@@ -615,6 +615,9 @@ class Compute(ShownAsTable):
     __array_ufunc__ = None  # else numpy would apply an operator to each element of an array
 
     def __rrshift__(self, value: object) -> NoReturn:
+        if isinstance(value, Call):  # its own operator has run it
+            what = f"{value.function.label}(…) ran and returned NotImplemented, which an operator cannot return"
+            raise UsageError(what, hint="compute.run(call) returns it")
         raise not_a_call(value)
 
     __rmatmul__ = __lt__ = __rrshift__  # an operator with anything but a call on its left

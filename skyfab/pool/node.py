@@ -12,7 +12,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 from skyfab._util.html import ShownAsTable
 from skyfab.calls.pack import PackedCall, PackedFunction, parts_of
@@ -81,6 +81,13 @@ class Caller(Protocol):
 
     def failed(self, error: Exception) -> None:
         """There will be no reply."""
+
+
+class Reader(Caller, Protocol):
+    """The caller of a generator."""
+
+    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        """Values that the generator has yielded, before the reply."""
 
 
 class Member(Protocol):
@@ -300,9 +307,18 @@ class Node(ShownAsTable):
                         timeout=call.timeout,
                         each=each,
                         streams=call.talks,
+                        ask=call.batch,
                     )
+                    partial = cast("Reader", caller).yielded if call.batch else None
                     caller.sent(
-                        self.session.send(head, inline, answer=caller.answered, failure=caller.failed, worker=worker)
+                        self.session.send(
+                            head,
+                            inline,
+                            answer=caller.answered,
+                            failure=caller.failed,
+                            partial=partial,
+                            worker=worker,
+                        )
                     )
                     if call.found:
                         self.on_found(self, worker, generation, call.found)

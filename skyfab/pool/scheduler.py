@@ -91,6 +91,10 @@ class Task:
             self.conversation.begin(self.slot.node, self.slot.worker, stream)
         self._scheduler.sent(self, stream)
 
+    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        if self.conversation is not None:
+            self.conversation.yielded(message, buffers)
+
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
         self._scheduler.answered(self, message, buffers)
 

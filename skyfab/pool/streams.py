@@ -55,8 +55,8 @@ class Conversation:
 
     def __init__(self, call: PackedCall, *, untrusted: bool) -> None:
         self._call = call
-        self._batch = max(1, call.ahead // 3)
-        """Values that one request is for, at most."""
+        self._first = Reply(self._notify)
+        """The request for values that is part of the call."""
         self._untrusted = untrusted
         self.future = CallFuture()
         """Resolved when the call has ended."""
@@ -100,8 +100,8 @@ class Conversation:
             self._node, self._worker, self._stream = node, worker, stream
             self._asked.clear()
             self._has_more = True
-            if self._call.yields and self._call.ahead:
-                self._ask()  # a second time when the first value is here: so that comes sooner
+            if self._call.batch:
+                self._asked.append(self._first)
             for feed in self.feeds:
                 feed.begin()
             if self._is_closed:
@@ -113,11 +113,18 @@ class Conversation:
     def end(self, error: BaseException | None) -> None:
         """The call has ended."""
         self.future.settle(None, error)
+        if not self._first.is_there:
+            self.yielded(messages.Yielded(), [])
         if (begun := self._begun()) is not None and not begun.done():
             begun.settle(None, error)
         for feed in self.feeds:
             feed.stop()
         self._notify()
+
+    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        """The first values have arrived."""
+        if not self._first.is_there:
+            self._first.answered(message, buffers)
 
     def when_begun(self) -> CallFuture:
         """The future of the iterator over its values, which is resolved when the call begins."""
@@ -210,7 +217,7 @@ class Conversation:
     def _ask(self) -> None:
         asked = Reply(self._notify)
         self._asked.append(asked)
-        self.exchange("next", asked, count=self._batch)
+        self.exchange("next", asked, count=max(1, self._call.batch))
 
     def _take(self, asked: Reply) -> None:
         """Takes the values of a reply, and asks for more."""
@@ -218,13 +225,14 @@ class Conversation:
         with suppress(SkyfabError):  # the host is lost: that is how the call ends
             message, buffers = asked.wait()
         if not isinstance(message, messages.Yielded) or not message.count:
-            self._has_more = False
+            self._has_more = asked is self._first and not self.future.done()  # then its first value is large
             return
         values = [buffers] if message.count == 1 else [[buffer] for buffer in buffers]
-        if len(values) != message.count or message.count > self._batch:
+        if len(values) != message.count or message.count > max(1, self._call.batch):
             raise ProtocolError("invalid values of a generator", host=self.host)
         self._values.extend((message.plain, value) for value in values)
-        while self._has_more and len(self._asked) < min(2, self._call.ahead) and not self._is_closed:
+        most = 1 if asked is self._first else 2  # so that the first value is used sooner
+        while self._has_more and len(self._asked) < min(most, self._call.ahead) and not self._is_closed:
             self._ask()
 
     # ---- closing

@@ -195,6 +195,8 @@ class Call(Message):
     """Call the function for every tuple of a list; the result is the duration in seconds, and the list of results."""
     streams: bool = False
     """The client and the running call exchange values: see Exchange."""
+    ask: int = 0
+    """How many values of its generator are asked for with the call: Yielded, before the reply. Only small ones."""
 
 
 class Exchange(Message):

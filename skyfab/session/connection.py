@@ -188,10 +188,11 @@ class Connection:
         *,
         answer: Answer | None = None,
         failure: Failure | None = None,
+        partial: Answer | None = None,
         worker: str | None = None,
         urgent: bool = False,
     ) -> int:
-        """Sends a message. `answer` or `failure` is called once, on the reading thread.
+        """Sends a message. `answer` or `failure` is called once, on the reading thread; `partial` before, with values.
 
         With `worker`, that worker's output so far is shown before the reply. Returns the stream number. Raises HostLost
         if the host is lost.
@@ -202,7 +203,7 @@ class Connection:
                 raise self.ended
             number = self.new_number()
             if answer is not None:
-                self.replies.pending[number] = PendingRequest(answer, failure or _ignore, worker)
+                self.replies.pending[number] = PendingRequest(answer, failure or _ignore, worker, partial)
             stream = self.stream
             if urgent or stream is None:
                 self._mux.send(number, head, parts, urgent=urgent)

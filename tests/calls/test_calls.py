@@ -819,6 +819,13 @@ def test_only_calls_can_be_run(pool: sky.Compute) -> None:
                 send(wrong)  # type: ignore[operator]
 
 
+def test_a_result_that_an_operator_cannot_return(pool: sky.Compute) -> None:
+    call = sky.function(lambda: NotImplemented)()
+    with pytest.raises(sky.UsageError, match=r"(?s)ran and returned NotImplemented.*compute.run\(call\)"):
+        call >> pool
+    assert pool.run(call) is NotImplemented
+
+
 def test_a_pool_that_is_not_open_says_so() -> None:
     pool = sky.Compute("local", ui="none")
     with pytest.raises(sky.UsageError, match="not open"):

@@ -47,8 +47,8 @@ class Worker(Protocol):
     def read(self) -> bool:
         """Handles what is received next. False: there is nothing more."""
 
-    def answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
-        """Replies to a stream."""
+    def send(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
+        """Sends a message on a stream."""
 
     def flush(self) -> None:
         """Writes what was printed."""
@@ -85,7 +85,7 @@ class Exchanges(context.Client):
 
     def ask(self, request: tuple[Any, ...]) -> Any:
         """Asks the client, in an exchange that is about no call; its answer is the only value of an argument."""
-        talk = self.talks.setdefault(0, Talk(self, 0))
+        talk = self.talks.setdefault(0, Talk(self, 0, 0))
         number = next(self._numbers)
         talk.request(self.encode((number, *request)))
         try:
@@ -93,9 +93,9 @@ class Exchanges(context.Client):
         finally:
             talk.forget(number)
 
-    def open(self, stream: int) -> None:
-        """A call has arrived that exchanges something."""
-        self.talks[stream] = Talk(self, stream)
+    def open(self, stream: int, ask: int) -> None:
+        """A call has arrived that exchanges something, and is asked for this many values."""
+        self.talks[stream] = Talk(self, stream, ask)
 
     def end(self, stream: int) -> None:
         """A call has ended: replies to what it was still asked."""
@@ -105,10 +105,10 @@ class Exchanges(context.Client):
                 self.done(asked)
 
     def done(self, stream: int) -> None:
-        self._worker.answer(stream, _DONE)
+        self._worker.send(stream, _DONE)
 
     def yielded(self, stream: int, values: list[codec.Payload]) -> None:
-        """Replies with values."""
+        """Replies with values; without any, the client must ask again."""
         if len(values) == 1:
             payload = values[0]
             parts = (len(payload.data), *map(len, payload.buffers))
@@ -117,11 +117,11 @@ class Exchanges(context.Client):
             parts = tuple(len(value.data) for value in values)
         self._worker.flush()
         message = messages.Yielded.head(parts=parts, count=len(values), plain=self._worker.plain)
-        self._worker.answer(stream, message, payload)
+        self._worker.send(stream, message, payload)
 
     def take(self, stream: int, message: messages.Exchange, buffers: list[memoryview]) -> None:
         """An exchange has arrived."""
-        talk = self.talks.setdefault(0, Talk(self, 0)) if not message.call else self.talks.get(message.call)
+        talk = self.talks.setdefault(0, Talk(self, 0, 0)) if not message.call else self.talks.get(message.call)
         if talk is None:
             self.done(stream)
         else:
@@ -161,13 +161,13 @@ class Exchanges(context.Client):
 class Talk:
     """The exchanges of one call."""
 
-    def __init__(self, exchanges: Exchanges, stream: int) -> None:
+    def __init__(self, exchanges: Exchanges, stream: int, ask: int) -> None:
         self._exchanges = exchanges
         self._stream = stream
         self.is_closed = False
         self._closers: list[int] = []
-        self._asked: deque[tuple[int, int]] = deque()
-        """Requests for values: the stream, and how many at most."""
+        self._asked: deque[tuple[int, int]] = deque([(stream, ask)] if ask else [])
+        """Requests for values: the stream, and how many at most. The first is part of the call itself."""
         self._arguments: dict[int, Argument] = {}
         self._values: list[codec.Payload] = []
         """Small values that are collected for the first request."""
@@ -198,7 +198,7 @@ class Talk:
     def unanswered(self) -> Iterator[int]:
         """The streams of exchanges that have no reply."""
         yield from self._closers
-        yield from (stream for stream, _ in self._asked)
+        yield from (stream for stream, _ in self._asked if stream != self._stream)
         for argument in self._arguments.values():
             yield from argument.unanswered()
 
@@ -283,6 +283,9 @@ class Talk:
         if large:
             with self._lock:
                 self._send()
+                if self._asked and self._asked[0][0] == self._stream:  # only small values are sent with the call
+                    self._asked.popleft()
+                    self._exchanges.yielded(self._stream, [])
         while not self.is_closed:
             with self._lock:
                 if self._asked:

@@ -200,7 +200,7 @@ class Worker:
                 queue = self._asides
                 self._open_exchanges()
             elif isinstance(message, messages.Call) and message.streams:
-                self._open_exchanges().open(stream)
+                self._open_exchanges().open(stream, message.ask)
             if head:
                 queue.append((stream, message, split(parts, payload[head:], self._blob)))
             else:
@@ -401,10 +401,14 @@ class Worker:
         self._end_child(0)
         if self._exchanges is not None:
             self._exchanges.end(stream)
-        with self._sending:
-            self._reply(stream, message, payload)
+        self.send(stream, message, payload)
 
-    def _reply(self, stream: int, message: bytes, payload: codec.Payload | None) -> None:
+    def send(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
+        """Sends a message as a whole."""
+        with self._sending:
+            self._send_message(stream, message, payload)
+
+    def _send_message(self, stream: int, message: bytes, payload: codec.Payload | None) -> None:
         pieces: tuple[Buffer, ...] = () if payload is None else (payload.data, *payload.buffers)
         if sum(map(len, pieces)) <= SMALL and len(message) <= SMALL:
             self._send(head_frame(stream, message, pieces))

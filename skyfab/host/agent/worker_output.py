@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 else:
     Protocol = object
 
+_OP: Final = slice(len('{"op":"'), len('{"op":"yielded'))
+"""Where the head of a reply says that it is Yielded: others are not decoded here."""
 _BACKLOG: Final = 2 * 1024 * 1024
 """Bytes of a reply that may be queued for the connection before the agent stops reading from the worker."""
 
@@ -39,7 +41,7 @@ class Handle(Protocol):
     exchanges: dict[int, Any]
     stopping: bool
 
-    def answered(self, stream: int) -> None: ...
+    def answered(self, stream: int, *, yielded: bool = False) -> None: ...
     def announce_end(self) -> None: ...
     def kill(self) -> None: ...
 
@@ -114,7 +116,7 @@ class WorkerOutput:
         frame = HEADER.pack(HEAD, head, stream, len(payload)) + payload
         if self._owner.behind or not self._owner.relay(frame):
             return False
-        worker.answered(stream)
+        worker.answered(stream, yielded=bytes(payload[_OP]) == b"yielded")
         return True
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
@@ -161,7 +163,7 @@ class WorkerOutput:
         elif head:
             self._worker.announce_end()
             mux.send(stream, bytes(payload[:head]), (payload[head:],))
-            self._worker.answered(stream)
+            self._worker.answered(stream, yielded=bytes(payload[_OP]) == b"yielded")
         elif kind == HEAD:
             content = bytes(payload)
             missing = inline_size(getattr(messages.decode(content), "parts", ()))

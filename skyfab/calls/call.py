@@ -104,7 +104,7 @@ class Function(Generic[P, R]):
 
     @functools.cached_property
     def yields(self) -> bool:
-        """It is a generator function: a call gives an iterator."""
+        """It is a generator function: a call returns an iterator."""
         return yields(self.fn)
 
     @functools.cached_property
@@ -172,7 +172,7 @@ def function(
     restarted on all ranks, up to `retries` times; the number of restarts is in ``instance_info().attempt``. Any other
     call is moved to another host if its host is lost, so it may run twice. If a rank makes no progress for `stall`
     seconds, the stacks of all ranks are shown, grouped; the call continues. An ``async def`` runs in its own event
-    loop. The call of a generator function gives an iterator; up to `ahead` values are sent before they are used.
+    loop. A call of a generator function returns an iterator; up to `ahead` values are sent before they are used.
     """
     if fn is None:
         return lambda fn: Function(fn, timeout=timeout, retries=retries, stall=stall, ahead=ahead)

@@ -22,12 +22,12 @@ _ANNOTATION: Final = re.compile(r"(\w+\.)*(Iterator|Iterable|Generator)\b")
 class Values(Iterator[T_co], AsyncIterator[T_co]):
     """The values of a generator that runs on a host, as they come; also for ``async for``.
 
-    `close`, a ``with`` block and dropping it end the generator on the host, ``finally`` included.
+    `close`, the end of a ``with`` block and dropping it end the generator on the host; its ``finally`` blocks run.
     """
 
     @abstractmethod
     def close(self) -> None:
-        """Ends the generator on the host, and waits for that. Raises what it raises then."""
+        """Ends the generator on the host, and waits until it has ended. Raises what it raises meanwhile."""
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -56,7 +56,7 @@ PACKING = _Packing()
 
 
 def found_in_call(one: object) -> int:
-    """Notes something in the arguments that are being packed; its number. Raises TypeError elsewhere."""
+    """Records a stream or handle in the arguments that are being packed; returns its number. Else raises TypeError."""
     found = PACKING.found
     if found is None:
         raise TypeError(f"{one!r:.80} can only be an argument of a call")
@@ -84,9 +84,9 @@ class Stream(Generic[T]):
 def stream(values: Iterable[T], *, shard: bool = False) -> Stream[T]:
     """An argument that the function reads as an iterator, while `values` are produced here: ``f(sky.stream(it))``.
 
-    A broadcast gives every rank all values; with `shard` each value goes to one rank, in turn. An iterator for a
-    parameter that is annotated ``Iterator[T]`` or ``Iterable[T]`` needs no `stream`. What `values` raises is raised by
-    the function's iterator; when the function ends, a generator here is closed.
+    In a broadcast every rank reads all values; with `shard` each value goes to one rank, in turn. An iterator for a
+    parameter that is annotated ``Iterator[T]`` or ``Iterable[T]`` needs no `stream`. The function's iterator raises
+    what `values` raises. When the function ends, `values` is closed if it is a generator.
     """
     return Stream(values, shard=shard)
 

@@ -1,1 +1,1 @@
-"""Engines: other programs' ways to run many tasks, on the hosts of a pool: executors, joblib, Dask, Ray."""
+"""Engines: run tasks of executors, joblib, Dask and Ray on the hosts of a pool."""

@@ -1,6 +1,6 @@
 """`Compute.dask`: the scheduler and the workers of Dask on the hosts of a pool, and their client in this program.
 
-An actor on each host has these processes, so that they end with the pool. The client connects only to the scheduler,
+An actor on each host owns these processes, so that they end with the pool. The client connects only to the scheduler,
 through SSH; this machine need not reach the workers.
 """
 
@@ -25,7 +25,7 @@ _LINE: Final = r"\+[-+]+\+\s+"
 _PATCH_RELEASES: Final = rf"Mismatched versions found\s+{_LINE}\| Package .*\s+{_LINE}\| python .*\s+\+[-+]+\+\s*\Z"
 """Dask's warning that only the Python of this machine and that of hosts differ. Their minor versions are the same."""
 _CLOSING: Final = 5.0
-"""Seconds for all hosts to end Dask in order; then its processes are killed."""
+"""Seconds for all hosts to end Dask regularly; then its processes are killed."""
 
 
 @contextmanager
@@ -78,7 +78,7 @@ def _import() -> tuple[Any, Any]:
         import dask
         import distributed
     except ModuleNotFoundError as error:
-        hint = "install it here too: pip install distributed"
+        hint = "install it on this machine too: pip install distributed"
         raise UsageError(f"Dask is not installed on this machine: {error}", hint=hint) from None
     return dask, distributed
 
@@ -86,12 +86,14 @@ def _import() -> tuple[Any, Any]:
 def _certificate() -> tuple[str, str]:
     made = new_certificate()
     if made is None:
-        raise UsageError("compute.dask() needs the package cryptography", hint="pip install cryptography")
+        raise UsageError(
+            "compute.dask() needs the package cryptography on this machine", hint="pip install cryptography"
+        )
     return made
 
 
 def _close(client: distributed.Client) -> None:
-    with suppress(Exception):  # it raises whatever the last attempt to connect to a lost scheduler has raised
+    with suppress(Exception):  # it raises the error of the last attempt to connect to a lost scheduler
         client.close()
 
 

@@ -1,7 +1,7 @@
 """`PoolExecutor`: a pool as a `concurrent.futures.Executor`, for code that takes one.
 
-Its futures behave as the standard library says, and not as those of calls: once the pool has a call, `cancel` returns
-False. Callbacks run in order on one thread of the executor, which exists while there are calls and may make more.
+Its futures behave as the standard library documents, unlike those of calls: once the pool has a call, `cancel` returns
+False. Callbacks run in order on one thread of the executor, which exists while there are calls, and may submit more.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class PoolExecutor(futures.Executor):
     """Runs calls on the slots of a pool. `Compute.executor` makes it."""
 
     def __init__(self, pool: Any, slots: int, *, gpus: int = 0, limit: int | None = None) -> None:
-        """`limit` is the number of calls that the pool has at a time; None: two for each slot, so that none waits."""
+        """`limit` is how many calls the pool has at a time; None: two for each slot, so that no slot waits."""
         if gpus != 0:
-            raise UsageError(f"invalid gpus={gpus!r}: expected 0, GPUs cannot be reserved for calls yet")
+            raise UsageError(f"invalid gpus={gpus!r}: expected 0, because GPUs cannot be reserved for calls yet")
         self.slots = slots
         """How many calls run in parallel, on all hosts."""
         self._pool = pool
@@ -36,7 +36,7 @@ class PoolExecutor(futures.Executor):
         self._lock = threading.Lock()
         self._waiting: deque[tuple[Future[Any], Call[Any]]] = deque()
         self._given: dict[Future[Any], Future[Any]] = {}
-        """The futures of calls that the pool has, and its own ones."""
+        """The executor's future of each call that the pool has, and the pool's future of it."""
         self._ended: SimpleQueue[tuple[Future[Any], Future[Any]] | None] = SimpleQueue()
         self._thread: threading.Thread | None = None
         self._is_shut = self._is_stopped = False
@@ -56,7 +56,7 @@ class PoolExecutor(futures.Executor):
         return future
 
     def map(self, fn: Callable[..., R], *iterables: Iterable[Any], chunksize: int = 1, **options: Any) -> Iterator[R]:
-        """As that of any executor, with the `options` that Python has; `chunksize` items are sent as one call."""
+        """As for any executor, with the `options` of this version of Python; `chunksize` items are sent as one call."""
         if chunksize < 1:
             raise ValueError("chunksize must be >= 1.")
         if chunksize == 1:
@@ -88,7 +88,7 @@ class PoolExecutor(futures.Executor):
             given.cancel()
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """Waits for all calls, as any executor; but Ctrl-C stops them."""
+        """Waits for all calls, as any executor does, except that Ctrl-C stops them."""
         if kind is not None and not issubclass(kind, Exception):
             self.stop()
         self.shutdown()
@@ -103,7 +103,7 @@ class PoolExecutor(futures.Executor):
                 if not future.set_running_or_notify_cancel():
                     self._ended.put(None)
                     continue
-                self._given[future] = Future()  # it has its place, while others advance too
+                self._given[future] = Future()  # counts for the limit, while other threads advance too
             try:
                 given: Future[Any] = self._pool.submit(call)
             except Exception as error:  # it cannot be pickled, or the pool is closed

@@ -17,7 +17,7 @@ from skyfab.protocol.blobs import LARGE
 
 
 class SkyfabBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[misc]  # joblib has no types
-    """A backend of joblib. That of a configuration is copied for each `Parallel`, which stops only its own tasks."""
+    """A backend of joblib. Each `Parallel` uses a copy of the configured one, so that it stops only its own tasks."""
 
     supports_retrieve_callback = True
     default_n_jobs = -1  # as for Dask: with 1, joblib would run tasks in this program
@@ -53,7 +53,7 @@ class SkyfabBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[mis
         return count
 
     def submit(self, func: Any, callback: Callable[[Future[Any]], object]) -> Future[Any]:
-        """Does not raise: joblib calls it on other threads too, and would wait for ever for a task that is missing."""
+        """Does not raise: joblib calls it on other threads too, and would wait forever for a missing task."""
         try:
             func.items = [
                 (fn, [*map(self._once, args)], {name: self._once(value) for name, value in named.items()})
@@ -95,5 +95,5 @@ class SkyfabBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[mis
 
 
 def joblib_batch(batch: Callable[[], list[Any]]) -> list[Any]:
-    """Runs on a host. By joblib's rule for nested calls, those of tasks use threads there."""
+    """Runs on a host. By joblib's rule for nested calls, a `Parallel` in a task uses threads there."""
     return batch()

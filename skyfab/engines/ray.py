@@ -18,7 +18,7 @@ from skyfab.ui.events import Notice
 R = TypeVar("R")
 
 _ANY_PORTS: Final = ("--min-worker-port=0", "--max-worker-port=0", "--dashboard-agent-listen-port=0")
-"""Ports that Ray would otherwise not choose freely."""
+"""Lets Ray choose any free port instead of its defaults."""
 
 
 class RayCluster:
@@ -31,7 +31,7 @@ class RayCluster:
     dashboard: str | None = None
     """The address of the dashboard on this machine, while Ray runs; None if Ray was installed without it."""
     token: str = ""
-    """What Ray asks for, its dashboard too, while it runs."""
+    """The token that Ray and its dashboard require, while Ray runs."""
 
     def __init__(
         self,
@@ -59,11 +59,11 @@ class RayCluster:
     def __enter__(self) -> str:
         """Starts Ray on every host; returns its address, which the hosts can use.
 
-        Raises HostUnfit if a host has no Ray, or another one of the same user; PeersUnreachable if hosts do not reach
-        each other; UsageError if Ray runs on this pool already.
+        Raises HostUnfit if a host has no Ray, or already runs another one of the same user; PeersUnreachable if hosts
+        cannot connect to each other; UsageError if Ray already runs on this pool.
         """
         if self._plugin().head:
-            raise UsageError("Ray runs on this pool already", hint="compute.ray().submit(call) uses it")
+            raise UsageError("Ray already runs on this pool", hint="compute.ray().submit(call) uses it")
         with ExitStack() as running:
             address = self._start(running)
             self._running = running.pop_all()
@@ -114,7 +114,7 @@ class RayCluster:
         return address
 
     def _connect(self, head: str, variables: Mapping[str, str]) -> None:
-        """Has functions that are packed from now on know of the running Ray."""
+        """Sets which Ray functions connect to that are packed from now on."""
         changed = replace(self._plugin(), head=head, variables=variables)
         self._images.plugins = tuple(changed if isinstance(one, Ray) else one for one in self._images.plugins)
 

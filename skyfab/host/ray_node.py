@@ -43,12 +43,12 @@ class RayNode:
         self._host = host
         found = importlib.util.find_spec("ray")
         if found is None or not found.submodule_search_locations:
-            hint = "plugins.ray() adds it to an image; to an interpreter that the image or the host names, you add it"
+            hint = "plugins.ray() adds it to an image; if you chose the interpreter, install Ray for it"
             raise HostUnfit(f"Ray is not installed for {sys.executable}", host=host, hint=hint)
         if not os.path.isdir(f"{found.submodule_search_locations[0]}/_private/authentication"):
             raise HostUnfit("its Ray does not check tokens", host=host, hint='plugins.ray(version=">=2.52")')
         if pid := _running():
-            hint = "`ray stop` ends it; that of a skyfab program that was killed ends by itself, within its lease"
+            hint = "`ray stop` ends it; if a killed skyfab program had started it, it ends by itself within the lease"
             raise HostUnfit(f"another Ray of this user runs there, pid {pid}", host=host, hint=hint)
         prctl(_SUBREAPER, 1)  # Ray's processes stay our descendants, whatever becomes of their parents
         self._folder = tempfile.mkdtemp(prefix="ray-", dir=context.own_folder())

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from skyfab.inventory.host import Host
 
 _SHARED: Final = ("numpy", "pandas", "pyarrow", "lz4", "msgpack", "toolz", "tornado")
-"""What this program and hosts exchange objects of, or speak with each other."""
+"""Packages whose objects this program and hosts exchange, or that Dask uses to exchange them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +37,7 @@ class Dask(Plugin):
 def dask(version: str = "auto") -> Dask:
     """Dask on every host, for ``compute.dask()``: ``distributed``, and bokeh for its dashboard.
 
-    `version` defaults to the one on this machine. Of numpy, pandas and pyarrow, hosts get those that are installed on
-    this machine, in the same versions.
+    `version` defaults to the one on this machine. Hosts also get numpy, pandas and pyarrow if this machine has them, in
+    the same versions.
     """
     return Dask(version=version)

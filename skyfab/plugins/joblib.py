@@ -64,6 +64,6 @@ def joblib(*, retries: int = 0) -> Joblib:
     """joblib's `Parallel` runs on the pool: ``n_jobs=-1`` is all slots of all hosts (docs/engines.md).
 
     A task of a lost host is moved to another one up to `retries` times, and may run twice. Hosts get joblib, and
-    scikit-learn if it is installed here. Threads other than the one that opens the pool say ``backend="skyfab"``.
+    scikit-learn if this machine has it. In threads other than the one that opens the pool, pass ``backend="skyfab"``.
     """
     return Joblib(retries)

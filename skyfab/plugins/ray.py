@@ -25,7 +25,7 @@ class Ray(Plugin):
     extra: str | None = None
     version: str = "auto"
     variables: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """What connects a function to the running Ray, its token included. Empty while none runs."""
+    """Variables that connect a function to the running Ray, including its token. Empty while none runs."""
     head: str = ""
     """The host of the running Ray's head."""
 
@@ -50,7 +50,7 @@ class Ray(Plugin):
 def ray(extra: str | None = None, *, version: str = "auto") -> Ray:
     """Ray on every host, for `compute.ray()`.
 
-    `extra` is as in ``ray[default]``, which adds the dashboard; without it, Ray alone. `version` is by default the one
-    that is installed here; if there is none, and for "latest", the newest.
+    `extra` is as in ``ray[default]``, which adds the dashboard; without it, only Ray. `version` is by default the one
+    on this machine; if it has none, and for "latest", the newest.
     """
     return Ray(extra=extra, version=version)

@@ -1,7 +1,7 @@
-"""Actors: an object in a process of its own on a host, whose methods this program calls.
+"""Actors: objects, each in its own process on a host, whose methods this program calls.
 
-Calls run in the order in which they were submitted. Few messages with calls are in progress at a time; calls that wait
-for their turn here are then sent together, if they are short and of one method.
+Calls run in the order of their submission. Only a few messages with calls are in progress at a time. Short calls of one
+method that wait meanwhile are sent together.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class Actor:
         *,
         untrusted: bool,
     ) -> None:
-        """`made` makes the object. `place` chooses the node and the spec for each new process."""
+        """`made` is the call that makes the object. `place` chooses the node and the spec for each new process."""
         self.label = made.label
         self.worker = worker
         self.generators: Callable[[str], bool] = lambda method: False
@@ -95,7 +95,7 @@ class Actor:
         self._process = os.getpid()
         self.is_closed = False
         self.is_shared = False
-        """Hosts have handles of it: it stays if the one of this program is dropped."""
+        """Hosts have handles of it: it keeps running when the handle in this program is dropped."""
         self._lock = threading.RLock()
         """Held while a call is sent: calls are sent in the order of their submission."""
         self.node: Node
@@ -140,11 +140,11 @@ class Actor:
                 self.node.release(self.worker)
 
     def _check(self) -> None:
-        """Starts a process that has ended again, if that is allowed. Raises ActorLost; if it is closed, UsageError."""
+        """Restarts a process that has ended, if restarts are left. Raises ActorLost; if it is closed, UsageError."""
         if self._process != os.getpid():
             raise UsageError("this actor belongs to another process, and only that process can call it")
         if self.is_closed:
-            raise UsageError(f"the actor {self.label} has ended", hint="make another one: compute.actor(…)")
+            raise UsageError(f"the actor {self.label} has ended", hint="create another one: compute.actor(…)")
         session = self.node.session
         runs = session is self._session and not session.has_ended
         if runs and self.node.has_worker(self.worker, self._generation):
@@ -155,7 +155,7 @@ class Actor:
         self._spawn()
 
     def lost(self, why: str) -> ActorLost:
-        hint = "its state is lost with it; compute.actor(…, restarts=N) makes it again"
+        hint = "its state is lost; compute.actor(…, restarts=N) creates the object again"
         return ActorLost(f"the actor {self.label} is lost: {why}", host=self.node.name, hint=hint)
 
     # ---- calls
@@ -247,7 +247,7 @@ class Actor:
         return group
 
     def answered(self, method: str, began: float, seconds: float | None, count: int) -> None:
-        """A message has a reply, which says how many seconds its calls took; or None."""
+        """A message has a reply. `seconds` is how long its calls took; None if the reply does not say."""
         with self._lock:
             now = time.monotonic()
             if seconds is None:
@@ -353,7 +353,7 @@ def _unpack(actor: Actor, message: messages.Message, buffers: list[memoryview], 
 
 
 def _reply(found: Any) -> tuple[messages.Message, list[memoryview]]:
-    """One of several outcomes as the reply that a call of its own would have had."""
+    """One of several outcomes, as the reply that a separate call would have had."""
     if type(found) is tuple:
         return messages.Result(parts=()), [memoryview(part) for part in found]
     kind, text, trace, *parts = found

@@ -118,7 +118,7 @@ class Broadcasts:
     def submit(self, call: PackedCall, nodes: Sequence[Node], *, pool: object = None) -> CallFuture:
         """Runs a call on the ranks of the available nodes, again after a failure if it may be retried."""
         if call.talks and self._elastic is not None:
-            raise UsageError(f"{call.label} is a generator, or an argument is a stream: elastic gangs have neither")
+            raise UsageError(f"elastic gangs cannot run {call.label}: it is a generator, or an argument is a stream")
         broadcast = self._attempt(call, nodes)
         future = broadcast.future
         future.pool = pool

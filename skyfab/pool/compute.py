@@ -389,7 +389,7 @@ class Compute(ShownAsTable):
         if isinstance(found, codec.Payload):
             return self._pack(call, (found, inside))
         if inside or call.function.yields:
-            raise UsageError("a call with tensors of a remote device cannot be a generator, or have streams or actors")
+            raise UsageError("a call with tensors of a remote device cannot be a generator, or pass streams or actors")
         return found
 
     def _pack(self, call: Call[Any], packed: tuple[codec.Payload, Sequence[Any]] | None = None) -> PackedCall:
@@ -397,8 +397,8 @@ class Compute(ShownAsTable):
         about = call.function
         arguments, found = packed or pack_streams(call)
         if about.retries and (about.yields or any(isinstance(one, Stream) for one in found)):
-            hint = "their values are not produced twice: call the function again where you use them"
-            raise UsageError(f"{about.label} has retries=, which generators and streams cannot have", hint=hint)
+            hint = "their values are not produced twice: call the function again in your program"
+            raise UsageError(f"{about.label} cannot have retries=: it is a generator, or reads a stream", hint=hint)
         return PackedCall(
             arguments=arguments,
             function=pack_function(about, self._images.plugins),
@@ -421,9 +421,9 @@ class Compute(ShownAsTable):
         self._check_call(call)
         packed = self._pack(call)
         if packed.talks:
-            hint = "a run has nobody to exchange values with: return a list, or write the values to files"
+            hint = "no program exchanges values with a run: return a list, or write the values to files"
             raise UsageError(
-                f"{packed.label} cannot be a run: it is a generator, or an argument is a stream", hint=hint
+                f"{packed.label} cannot be a detached run: it is a generator, or an argument is a stream", hint=hint
             )
         broadcasts, tree = self._broadcasts, self._sync.tree
         chosen = broadcasts.available(self.hosts) if on == "all" else [named(self.hosts, on)]
@@ -485,8 +485,8 @@ class Compute(ShownAsTable):
             raise not_a_function(function)
         fn = as_function(function)
         if fn.yields:
-            hint = f"sky.gather(*({fn.label}(item) for item in items)) starts them side by side"
-            raise UsageError(f"{fn.label} is a generator function, which map cannot call", hint=hint)
+            hint = f"sky.gather(*({fn.label}(item) for item in items)) runs them in parallel"
+            raise UsageError(f"map cannot call {fn.label}: it is a generator function", hint=hint)
         calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
         packed = pack_function(fn, self._images.plugins)
         self._sync_tree()
@@ -507,13 +507,13 @@ class Compute(ShownAsTable):
         restarts: int = 0,
         **kwargs: Any,
     ) -> Handle:
-        """Makes ``kind(*args, **kwargs)`` in a process of its own on a host; the handle calls its methods there.
+        """Creates ``kind(*args, **kwargs)`` in its own process on a host; the handle calls its methods there.
 
-        ``handle.method(x)`` waits, ``handle.method.submit(x)`` returns a future, and a method that yields gives an
+        ``handle.method(x)`` waits, ``handle.method.submit(x)`` returns a future, and a method that yields returns an
         iterator. Calls run in the order of their submission, `concurrency` at a time, each on its own thread. `on` is a
         host, "head", or "one" for the one with the fewest actors. The process has `gpus` GPUs for itself. If it ends,
-        calls raise ActorLost; `restarts` is how often the object is made again (docs/actors.md). Raises what making the
-        object raises.
+        calls raise ActorLost; `restarts` is how often the object is created again (docs/actors.md). Raises what the
+        constructor raises.
         """
         self._check_open()
         nodes = self.hosts if on == "one" else [named(self.hosts, on)]
@@ -523,7 +523,7 @@ class Compute(ShownAsTable):
     def executor(self, gpus: int = 0) -> PoolExecutor:
         """The pool as a `concurrent.futures.Executor`, with all slots of all hosts (docs/engines.md).
 
-        `gpus` is the number of GPUs that each of its calls reserves: only 0 so far.
+        `gpus` is the number of GPUs that each of its calls reserves: it must be 0 for now.
         """
         from skyfab.engines.executor import PoolExecutor
 
@@ -541,7 +541,7 @@ class Compute(ShownAsTable):
         """
         self._check_open()
         if self._results == "data":
-            raise UsageError("compute.dask() unpickles what hosts send", hint='use Compute(results="any") for it')
+            raise UsageError("compute.dask() unpickles what hosts send", hint='use Compute(results="any")')
         from skyfab.engines.dask import cluster
 
         nodes = [node for node in self.hosts if node.lost is None] or self.hosts

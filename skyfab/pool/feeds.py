@@ -1,4 +1,4 @@
-"""Arguments that are streams: read here, on a thread, and sent to the ranks of a call as these read them."""
+"""Arguments that are streams: a thread of this program reads them, and sends the values as the ranks use them."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from skyfab.protocol import codec
 from skyfab.session.replies import Reply
 
 _BATCH: Final = AHEAD // 3
-"""Values in one message. Two messages are on their way while values for a third are collected."""
+"""Most values in one message. Two messages are in progress while values for a third are collected."""
 _BYTES: Final = 4 * 1024 * 1024 // 3
-"""Bytes of them, unless one value has more."""
+"""Most bytes of values in one message, unless one value has more."""
 _LARGE: Final = 32 * 1024
 """Values of more bytes are sent one by one."""
 
 
 class Producer:
-    """Reads a stream of this program, on a thread of its own, for the ranks that it is an argument of."""
+    """Reads a stream of this program on its own thread, for the ranks of a call."""
 
     def __init__(self, stream: Stream[Any], feeds: Sequence[Feed]) -> None:
         self._stream = stream
@@ -67,7 +67,7 @@ class Producer:
 
 
 class Feed:
-    """What is sent of a stream to one rank. Short values that wait for earlier ones to be read are sent together."""
+    """Sends the values of a stream to one rank. Short values are sent together while earlier ones are not read."""
 
     def __init__(self, conversation: Conversation, number: int) -> None:
         self._conversation = conversation
@@ -78,10 +78,10 @@ class Feed:
         self._collected: list[Sequence[Any]] = []
         self._size = 0
         self._given: deque[tuple[str, int, Sequence[Any]]] = deque()
-        """What was sent and is not read yet; the first has been, if its reply comes."""
+        """What was sent and has not been read, the oldest first. The reply to a message says that it was read."""
 
     def begin(self) -> None:
-        """The call was sent: repeats what an earlier worker was given."""
+        """The call was sent: repeats what an earlier worker has received."""
         with self._changed:
             self.has_begun = True
             for given in self._given:
@@ -96,7 +96,7 @@ class Feed:
         self.producer.advance()
 
     def put(self, parts: Sequence[Any]) -> None:
-        """Sends a value; waits while enough of them are not read."""
+        """Sends a value. Waits if two earlier messages have not been read."""
         size = sum(map(len, parts))
         large = len(parts) > 1 or size > _LARGE
         with self._changed:
@@ -108,7 +108,7 @@ class Feed:
                 self._give_collected()
 
     def finish(self, error: Exception | None) -> None:
-        """The values have ended; with `error`, because of that."""
+        """The values have ended; `error` is the exception that ended them, if any."""
         parts: Sequence[Any] = ()
         if error is not None:
             try:

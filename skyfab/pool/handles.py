@@ -36,10 +36,10 @@ class Method:
         return call(self._name, INVOKE(self._name, *args, **kwargs))
 
     def submit(self, /, *args: Any, **kwargs: Any) -> CallFuture:
-        """The future of its result."""
+        """Calls the method; returns the future of its result."""
         if self._actor.generators(self._name):
-            hint = f"it returns an iterator immediately: handle.{self._name}(…)"
-            raise UsageError(f"{self._actor.label}.{self._name} is a generator, which submit cannot call", hint=hint)
+            hint = f"call handle.{self._name}(…), which returns an iterator immediately"
+            raise UsageError(f"submit cannot call {self._actor.label}.{self._name}: it is a generator", hint=hint)
         return self._actor.submit(self._name, INVOKE(self._name, *args, **kwargs))
 
     def __repr__(self) -> str:
@@ -47,9 +47,9 @@ class Method:
 
 
 class Handle:
-    """Stands for an object on a host: ``handle.method(x)`` calls its method there. `compute.actor` makes it.
+    """Calls the methods of an object on a host: ``handle.method(x)``. `compute.actor` makes it.
 
-    The process ends with the pool, with a ``with`` block of the handle, and when the handle is dropped.
+    The process ends with the pool, at the end of a ``with`` block of the handle, and when the handle is dropped.
     """
 
     def __init__(self, actor: Actor) -> None:
@@ -89,9 +89,9 @@ class Handle:
         return True
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In the arguments of a call: a handle that the function there uses, by way of this program."""
+        """In the arguments of a call: a handle for the function on the host, whose calls pass through this program."""
         if self._actor.untrusted:
-            raise TypeError('hosts that are not trusted (results="data") cannot be given actors')
+            raise TypeError('an actor cannot be passed to untrusted hosts (results="data")')
         found_in_call(self)
         self._actor.is_shared = True
         return RemoteHandle, (self._actor.worker, self._actor.label)
@@ -101,7 +101,7 @@ class Handle:
 
 
 def _drop(actor: Actor) -> None:
-    """On a new thread: the garbage collector may run on any thread, with any lock held."""
+    """Ends it on a new thread: the garbage collector may run on any thread, with any lock held."""
     if actor.is_shared or actor.is_closed:
         return
     threading.Thread(target=actor.close, daemon=True).start()
@@ -144,7 +144,7 @@ class Actors:
         return Handle(actor)
 
     def serve(self, node: Node, worker: str, generation: int, found: Sequence[Any]) -> None:
-        """Passes calls of actors on that come from a process, once it has a handle."""
+        """Once a process has a handle, passes its calls on to actors."""
         if any(isinstance(one, Handle) for one in found) and (node.session, worker, generation) not in self._served:
             self._served.add((node.session, worker, generation))
             _Server(self.find, node, worker).ask()
@@ -185,10 +185,10 @@ class Actors:
         if len(lost) == len(nodes):
             return HostLost(f"no host is left for the actor {label}", host=nodes[0].name)
         most = max(len(node.gpus) for node in nodes if node.lost is None)
-        have = f"of {len(nodes)} hosts none has" if len(nodes) > 1 else f"{nodes[0].name} does not have"
+        have = f"none of the {len(nodes)} hosts has" if len(nodes) > 1 else f"{nodes[0].name} does not have"
         return UsageError(
-            f"{have} {gpus} free GPUs for the actor {label}",
-            hint=f"a host has {most}" + (", and other actors use some: end one (with …)" if most >= gpus else ""),
+            f"{have} {gpus} free {'GPU' if gpus == 1 else 'GPUs'} for the actor {label}",
+            hint=f"a host has {most} GPUs" + ("; other actors use some: end one (with …)" if most >= gpus else ""),
         )
 
     def close(self) -> None:
@@ -199,7 +199,7 @@ class Actors:
 
 
 class _Server:
-    """Calls actors for functions on a host: asks their process for the next call, all the time."""
+    """Calls actors for functions on a host. When a call arrives, it asks their process for the next one."""
 
     def __init__(self, find: Callable[[str], Actor], node: Node, worker: str) -> None:
         self._find = find

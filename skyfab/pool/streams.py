@@ -1,7 +1,7 @@
 """Streams: the values of a generator that runs on a host. pool/feeds.py has the arguments that are streams.
 
 A `Conversation` is this program's side of the exchanges with one running call (host/agent/exchanges.py has the other
-side). Two requests for values are on their way while the values of a third are used, so each is for a third of what may
+side). Two requests for values are in progress while the values of a third are used, so each is for a third of what may
 be read ahead.
 """
 
@@ -62,7 +62,7 @@ class Conversation:
         """Resolved when the call has ended."""
         self.future.label = call.label
         self._begun: Callable[[], CallFuture | None] = lambda: None
-        """A weak reference to the future of the iterator: an iterator that nobody has is closed."""
+        """A weak reference to the future of the iterator: an iterator without references is closed."""
         self.stop: Callable[[], object] = lambda: None
         """Stops the call, and ends its process."""
         self.feeds: list[Fed] = []
@@ -85,7 +85,7 @@ class Conversation:
 
     @property
     def is_parents(self) -> bool:
-        """This is a forked child, and the connection belongs to its parent."""
+        """Whether this is a forked child: the connection belongs to its parent."""
         return self._process != os.getpid()
 
     @property
@@ -139,7 +139,7 @@ class Conversation:
         return future
 
     def exchange(self, what: str, caller: Reply, parts: Sequence[Any] = (), **about: int) -> None:
-        """Sends an exchange. Its reply has come if the host is lost."""
+        """Sends an exchange. If the host is lost, `caller` fails immediately."""
         assert self._node is not None
         sizes = tuple(map(len, parts))
         message = messages.Exchange(worker=self._worker, call=self._stream, what=what, parts=sizes, **about)
@@ -229,7 +229,7 @@ class Conversation:
             return
         values = [buffers] if message.count == 1 else [[buffer] for buffer in buffers]
         if len(values) != message.count or message.count > max(1, self._call.batch):
-            raise ProtocolError("invalid values of a generator", host=self.host)
+            raise ProtocolError("invalid reply with values of a generator", host=self.host)
         self._values.extend((message.plain, value) for value in values)
         most = 1 if asked is self._first else 2  # so that the first value is used sooner
         while self._has_more and len(self._asked) < min(most, self._call.ahead) and not self._is_closed:
@@ -272,7 +272,7 @@ class Conversation:
 
 
 def end_all(conversations: Sequence[Conversation]) -> None:
-    """The pool closes: ends generators, and waits a moment for them."""
+    """The pool closes: ends generators, and waits for them for a short time."""
     for conversation in conversations:
         conversation.close(wait=False)
         conversation.is_cut_off = True

@@ -58,7 +58,7 @@ def test_a_connection_without_the_token_is_refused(ray_pool: sky.Compute, addres
 
 
 def test_a_second_one_on_the_pool_is_refused(ray_pool: sky.Compute, address: str) -> None:
-    with pytest.raises(sky.UsageError, match="Ray runs on this pool already"), ray_pool.ray(**SMALL):
+    with pytest.raises(sky.UsageError, match="Ray already runs on this pool"), ray_pool.ray(**SMALL):
         pass
 
 

@@ -371,7 +371,7 @@ def test_plugins_and_output_limits_are_around_the_whole_generator() -> None:
     ("act", "message"),
     [
         (lambda pool: pool.map(count, [1, 2]), "generator function"),
-        (lambda pool: pool.launch(count(3)), "cannot be a run"),
+        (lambda pool: pool.launch(count(3)), "cannot be a detached run"),
         (lambda pool: sky.function(retries=1)(count.fn)(3) >> pool, "retries="),
         (lambda pool: sky.function(ahead=-1)(count.fn), "invalid ahead"),
         (lambda pool: list(sky.merge([1, 2])), "merge"),

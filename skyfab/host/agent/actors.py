@@ -18,15 +18,15 @@ if TYPE_CHECKING:
     from typing import Any
 
 _object: Any = None
-"""That of this process."""
+"""The object of this process."""
 _failure: BaseException | None = None
-"""Why there is none."""
+"""What making it raised."""
 _made = threading.Event()
-"""Set when one of them is known: calls may arrive before, and run on other threads."""
+"""Set when one of the two is known: calls may arrive earlier, and run on other threads."""
 _loop: AbstractEventLoop | None = None
-"""That of its asynchronous methods, once there is one."""
+"""The event loop of its asynchronous methods, from the first call of one."""
 _lock = threading.Lock()
-"""Held while it is made."""
+"""Held while the event loop is made."""
 
 
 def construct(kind: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -50,7 +50,7 @@ def invoke(name: str, /, *arguments: Any, **options: Any) -> Any:
     if not callable(method):
         kind = type(_object).__qualname__
         raise TypeError(
-            f"{kind}.{name} is not a method but a {type(method).__qualname__}: add a method that returns it"
+            f"{kind}.{name} is not a method, its type is {type(method).__qualname__}: add a method that returns it"
         )
     return _settled(method(*arguments, **options))
 
@@ -111,7 +111,7 @@ def _outcome(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> 
 
 
 class RemoteMethod:
-    """A method of an actor, in a function on a host: the program that has opened the pool passes the call on."""
+    """A method of an actor, in a function on a host: the program that opened the pool passes the call on."""
 
     def __init__(self, actor: str, label: str, name: str) -> None:
         self._about = (actor, name)
@@ -124,7 +124,7 @@ class RemoteMethod:
         return value
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """The future of its result."""
+        """Calls the method; returns the future of its result."""
         from concurrent.futures import Future
 
         future: Future[Any] = Future()

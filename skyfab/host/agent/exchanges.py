@@ -30,9 +30,9 @@ _BATCH: Final = 2 * 1024 * 1024
 _QUICK: Final = 0.0002
 """Seconds that a generator takes for a value which is sent immediately. Values that come faster are collected."""
 _PATIENCE: Final = 0.001
-"""Seconds after which collected values are sent although there is room for more."""
+"""Seconds after which collected values are sent although the message is not full."""
 _IDLE: Final = 20
-"""How often the thread that does so finds nothing before it sleeps."""
+"""How often the thread that sends them finds nothing before it sleeps."""
 _DONE: Final = messages.Yielded().encode()
 
 
@@ -45,7 +45,7 @@ class Worker(Protocol):
     plain: bool
 
     def read(self) -> bool:
-        """Handles what is received next. False: there is nothing more."""
+        """Handles what is received next. Returns False if there is nothing more."""
 
     def send(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
         """Sends a message on a stream."""
@@ -55,7 +55,7 @@ class Worker(Protocol):
 
 
 class Exchanges(context.Client):
-    """Those of one worker. Any of its threads may wait for one; one thread at a time reads for all."""
+    """The exchanges of one worker. Any of its threads may wait for one; one thread at a time reads for all."""
 
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
@@ -84,7 +84,7 @@ class Exchanges(context.Client):
         return talk.argument(number)
 
     def ask(self, request: tuple[Any, ...]) -> Any:
-        """Asks the client, in an exchange that is about no call; its answer is the only value of an argument."""
+        """Asks the client, in an exchange that belongs to no call; the reply is the only value of an argument."""
         talk = self.talks.setdefault(0, Talk(self, 0, 0))
         number = next(self._numbers)
         talk.request(self.encode((number, *request)))
@@ -98,7 +98,7 @@ class Exchanges(context.Client):
         self.talks[stream] = Talk(self, stream, ask)
 
     def end(self, stream: int) -> None:
-        """A call has ended: replies to what it was still asked."""
+        """A call has ended: replies to its exchanges that have no reply."""
         talk = self.talks.pop(stream, None)
         if talk is not None:
             for asked in talk.unanswered():
@@ -174,10 +174,10 @@ class Talk:
         self._size = 0
         self._has_sent = False
         self._lock = threading.Lock()
-        """Of what is collected: two threads send it."""
+        """Protects what is collected: two threads send it."""
         self._collected: threading.Semaphore | None = None
         self._is_watched = False
-        """Another thread looks every now and then whether something is collected."""
+        """Another thread regularly checks whether something is collected."""
         self.unpicklable = ""
         """The type of a value that cannot be pickled; then `generate` has raised the error."""
         self._runs_on: int | None = None

@@ -17,7 +17,7 @@ GENERATORS = (types.GeneratorType, types.AsyncGeneratorType)
 
 
 def load_function(load: Callable[[], Any], plugins: Sequence[Any]) -> Any:
-    """The function that follows the plugins in its pickle, with the plugins around each call, if it wants that."""
+    """The function that follows the plugins in its pickle, with the plugins around each call if its pickle says so."""
     function, wrapped, sources, each = load()
     show_lines(sources)
     function = function.fn if wrapped else function

@@ -12,7 +12,7 @@ WORDS = ("the", "model", "stays", "on", "its", "host", "and", "the", "words", "c
 
 
 class Model:
-    """Stands for one that takes minutes to load."""
+    """A stand-in for a model that takes minutes to load."""
 
     def __init__(self, name):
         self.name = name
@@ -34,4 +34,4 @@ if __name__ == "__main__":
         for token in model.generate("Look,"):
             print(token, end=" ", flush=True)
         print()
-        print(*(upper(model.generate("Again:")) >> compute))  # from one host by way of this program to another
+        print(*(upper(model.generate("Again:")) >> compute))  # from one host through this program to another

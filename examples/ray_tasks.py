@@ -1,6 +1,6 @@
 """Ray on the hosts of a pool, for as long as a block: python examples/ray_tasks.py [node1,node2]
 
-Ray's tasks, actors and libraries work as on any cluster of Ray. At the end, nothing of it stays on the hosts.
+Ray's tasks, actors and libraries work as on any Ray cluster. At the end of the block, Ray is stopped on all hosts.
 """
 
 import random

@@ -1,4 +1,4 @@
-"""Actors as what functions share: a dictionary, a counter, a queue, a barrier.
+"""Actors that several functions share: a dictionary, a counter, a queue, a barrier.
 
 python examples/shared_state.py [HOSTS]
 """
@@ -21,7 +21,7 @@ class Counter:
 
 @sky.function
 def visit(names, counter, waiting, barrier):
-    """Runs on every rank; the handles call the actors by way of the program below."""
+    """Runs on every rank; calls of the handles pass through the program below."""
     rank = sky.instance_info().rank
     names[f"rank {rank}"] = rank * rank
     counter.add(10)

@@ -300,26 +300,10 @@ class Node(ShownAsTable):
                     generation = self._worker(worker, spec)
                     self._send_function(function, names)
                     parts, inline = parts_of(arguments, names)
-                    head = messages.Call.head(
-                        worker=worker,
-                        function=function.digest,
-                        parts=parts,
-                        timeout=call.timeout,
-                        each=each,
-                        streams=call.talks,
-                        ask=call.batch,
-                    )
-                    partial = cast("Reader", caller).yielded if call.batch else None
-                    caller.sent(
-                        self.session.send(
-                            head,
-                            inline,
-                            answer=caller.answered,
-                            failure=caller.failed,
-                            partial=partial,
-                            worker=worker,
-                        )
-                    )
+                    about: dict[str, Any] = {"answer": caller.answered, "failure": caller.failed, "worker": worker}
+                    if call.batch:
+                        about["partial"] = cast("Reader", caller).yielded
+                    caller.sent(self.session.send(_head(worker, call, parts, each=each), inline, **about))
                     if call.found:
                         self.on_found(self, worker, generation, call.found)
                     return generation
@@ -491,6 +475,18 @@ class Node(ShownAsTable):
         self.session.ask(messages.Tree(digest=tree.digest, files=[list(pair) for pair in tree.files]))
         self._trees.add(tree.digest)
         return True
+
+
+def _head(worker: str, call: PackedCall, parts: tuple[messages.Part, ...], *, each: bool) -> bytes:
+    return messages.Call.head(
+        worker=worker,
+        function=call.function.digest,
+        parts=parts,
+        timeout=call.timeout,
+        each=each,
+        streams=call.talks,
+        ask=call.batch,
+    )
 
 
 def _is_large(buffer: memoryview, _shared: bool) -> bool:

@@ -7,6 +7,7 @@ object was pickled earlier: the pickle only refers to its content, and the recei
 
 from __future__ import annotations
 
+import copyreg
 import io
 import pickle
 import struct
@@ -169,8 +170,11 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def reducer_override(self, obj: Any) -> Any:
         if self._reference is not None and (found := self._reference(obj)) is not None:
             return found
-        if isinstance(obj, BaseException) and _is_plain(type(obj)):
-            return _exception, (type(obj), obj.args, obj.__dict__)
+        if isinstance(obj, BaseException):
+            if _is_plain(type(obj)):
+                return _exception, (type(obj), obj.args, obj.__dict__)
+            if getattr(copyreg.dispatch_table.get(type(obj)), "__module__", "").startswith("tblib"):
+                return obj.__reduce_ex__(5)  # other libraries install tblib, which the receiver may lack
         if isinstance(obj, Packed):
             return unpack, (self._referred(obj),)
         if self._untyped is not None:

@@ -157,6 +157,7 @@ def test_the_commands_for_a_detached_run_have_the_name_that_it_was_given(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run: Any = SimpleNamespace(id="0123abcd4567", name=name or "train.py", hosts=["node1", "node2"], namesakes=[])
+    run.in_workdirs = list
     tell_how_to_attach(run, name)
     out, err = capsys.readouterr()
     assert out == "0123abcd\n", "always the id, for programs"

@@ -109,9 +109,7 @@ def test_a_process_and_a_function_are_sent_before_the_first_call_only(node: Node
     sent = messages.decode(session.sent[2])
     assert isinstance(sent, messages.Call)
     assert not sent.each
-    assert session.options[1:] == [{"urgent": True}, {"partial": None, "worker": "solo.0"}], (
-        "a call never overtakes its function"
-    )
+    assert session.options[1:] == [{"urgent": True}, {"worker": "solo.0"}], "a call never overtakes its function"
     assert session.ops == ["spawn", "function", "call"]
     assert session.data[1:] == [[b"f"], [b"a", b"small"]]
     call(node, b"small")

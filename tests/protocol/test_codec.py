@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import array
+import copyreg
 import pickle
 import subprocess
 import sys
@@ -382,3 +383,12 @@ def test_there_are_so_many_references_in_one_call(monkeypatch: pytest.MonkeyPatc
     assert len(dumps([Ready(1), Ready(2)]).refs) == 2
     with pytest.raises(pickle.PicklingError, match="more than 2 references"):
         dumps([Ready(1), Ready(2), Ready(3)])
+
+
+def test_exceptions_do_not_need_tblib_on_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some libraries, as Dask, register it for all exceptions of a program."""
+    support = pytest.importorskip("tblib.pickling_support")
+    monkeypatch.setitem(copyreg.dispatch_table, TypeError, support.pickle_exception)
+    payload = codec.dumps(TypeError("wrong"))
+    assert b"tblib" not in payload.data
+    assert repr(codec.loads(payload.data)) == "TypeError('wrong')"

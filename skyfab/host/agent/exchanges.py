@@ -62,10 +62,14 @@ class Exchanges(context.Client):
         self.encode = worker.encoding.dumps
         self._ready = select.poll()
         self._ready.register(worker.source, select.POLLIN)
+        self._lock = threading.Lock()
+        """Held while an exchange is added to a call, or the call ends: each exchange has a reply."""
         self._changed = threading.Condition()
         self._reader: int | None = None
         """The thread that reads."""
         self._at_end = False
+        self.inside: list[int] = []
+        """Exchanges that functions have in progress, in which nothing may be interrupted."""
         self.talks: dict[int, Talk] = {}
         """The calls that exchange something, by stream."""
         self._local = threading.local()
@@ -87,10 +91,13 @@ class Exchanges(context.Client):
         """Asks the client, in an exchange that belongs to no call; the reply is the only value of an argument."""
         talk = self.talks.setdefault(0, Talk(self, 0, 0))
         number = next(self._numbers)
-        talk.request(self.encode((number, *request)))
+        payload = self.encode((number, *request))
+        self.inside.append(number)
         try:
+            talk.request(payload)
             return next(talk.argument(number))
         finally:
+            self.inside.remove(number)
             talk.forget(number)
 
     def open(self, stream: int, ask: int) -> None:
@@ -99,10 +106,11 @@ class Exchanges(context.Client):
 
     def end(self, stream: int) -> None:
         """A call has ended: replies to its exchanges that have no reply."""
-        talk = self.talks.pop(stream, None)
-        if talk is not None:
-            for asked in talk.unanswered():
-                self.done(asked)
+        with self._lock:
+            talk = self.talks.pop(stream, None)
+            asked = [] if talk is None else list(talk.unanswered())
+        for one in asked:
+            self.done(one)
 
     def done(self, stream: int) -> None:
         self._worker.send(stream, _DONE)
@@ -121,11 +129,12 @@ class Exchanges(context.Client):
 
     def take(self, stream: int, message: messages.Exchange, buffers: list[memoryview]) -> None:
         """An exchange has arrived."""
-        talk = self.talks.setdefault(0, Talk(self, 0, 0)) if not message.call else self.talks.get(message.call)
+        with self._lock:
+            talk = self.talks.setdefault(0, Talk(self, 0, 0)) if not message.call else self.talks.get(message.call)
+            if talk is not None:
+                talk.take(stream, message, buffers)
         if talk is None:
             self.done(stream)
-        else:
-            talk.take(stream, message, buffers)
 
     def read_until(self, ready: Callable[[], object]) -> bool:
         """Reads until `ready()`, or waits while another thread reads. False: nothing more can be received."""
@@ -150,8 +159,8 @@ class Exchanges(context.Client):
 
     def interrupted(self) -> None:
         """SIGINT has arrived, on the main thread: the client closes a generator that may be running there."""
-        if self._reader is not None:
-            return  # that thread reads the reason
+        if self._reader is not None or self.inside or not any(talk.runs_here for talk in self.talks.values()):
+            return  # the reason is read without this, and what was interrupted may hold a lock
         while self._ready.poll(0) and self._worker.read():
             pass
         for talk in list(self.talks.values()):
@@ -206,9 +215,14 @@ class Talk:
         """One of the call's arguments that are streams."""
         return self._arguments.setdefault(number, Argument(self))
 
+    @property
+    def runs_here(self) -> bool:
+        """Its generator runs on this thread at this moment."""
+        return self._runs_on == threading.get_ident()
+
     def interrupt(self) -> None:
         """Ends a generator that runs on this thread, if it was closed."""
-        if self.is_closed and self._runs_on == threading.get_ident():
+        if self.is_closed and self.runs_here:
             self._runs_on = None  # once
             raise GeneratorExit
 
@@ -273,8 +287,13 @@ class Talk:
             raise
         self._put(payload, quick=quick and self._has_sent)
 
-    def done(self, stream: int) -> None:
-        self._exchanges.done(stream)
+    def was_read(self, stream: int) -> None:
+        """The values of an exchange were read: the client may send more."""
+        self._exchanges.inside.append(stream)
+        try:
+            self._exchanges.done(stream)
+        finally:
+            self._exchanges.inside.remove(stream)
 
     def _put(self, payload: codec.Payload, *, quick: bool) -> None:
         """Sends a value, or collects those that come quickly."""
@@ -365,7 +384,7 @@ class Argument:
             data, *buffers = values.popleft()
             if not values:
                 self._given.popleft()
-                self._talk.done(stream)
+                self._talk.was_read(stream)
             return codec.loads(data, buffers)
         assert self._end is not None
         if self._end[1]:

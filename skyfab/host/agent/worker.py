@@ -399,9 +399,9 @@ class Worker:
 
     def answer(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
         self._end_child(0)
-        if self._exchanges is not None:
-            self._exchanges.end(stream)
         self.send(stream, message, payload)
+        if self._exchanges is not None:  # after the reply: the client must not send more
+            self._exchanges.end(stream)
 
     def send(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
         """Sends a message as a whole."""

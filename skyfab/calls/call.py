@@ -204,6 +204,9 @@ class Call(Generic[R]):
     def __bool__(self) -> bool:
         raise TypeError(f"{self.function.label}(…) has not run: write {self.function.label}(…) >> compute")
 
+    def __iter__(self) -> NoReturn:
+        raise TypeError(f"{self.function.label}(…) has not run: for value in {self.function.label}(…) >> compute")
+
     def __repr__(self) -> str:
         return f"<call of {self.function.label}; to run it: call >> compute>"
 

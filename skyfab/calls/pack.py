@@ -12,7 +12,7 @@ import itertools
 import linecache
 import sys
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
@@ -105,10 +105,13 @@ def pack_arguments(call: Call[Any]) -> codec.Payload:
             try:
                 codec.dumps(value)
             except Exception as found:
+                hint = "create it inside the function, or pass the data that it is made from"
+                if isinstance(value, Iterator):
+                    hint = "sky.stream(…) sends its values as they come, or annotate the parameter: Iterator[…]"
                 raise NotPicklable(
                     f"argument {name!r} of {call.function.label}, a {type(value).__qualname__}, "
                     f"cannot be pickled: {found}",
-                    hint="create it inside the function, or pass the data that it is made from",
+                    hint=hint,
                 ) from error
         raise NotPicklable(f"the arguments of {call.function.label} cannot be pickled: {error}") from error
 

@@ -25,7 +25,7 @@ from skyfab.host.agent.actors import invoke, invoke_all
 from skyfab.pool.feeds import converse
 from skyfab.pool.futures import CallFuture, refuse_to_block
 from skyfab.pool.node import Node, WorkerSpec
-from skyfab.pool.streams import Conversation, RemoteIterator
+from skyfab.pool.streams import Conversation
 from skyfab.protocol import messages
 from skyfab.session.replies import Reply
 
@@ -82,6 +82,8 @@ class Actor:
         """`made` is the call that makes the object. `place` chooses the node and the spec for each new process."""
         self.label = made.label
         self.worker = worker
+        self.check: Callable[[Sequence[Any]], None] = lambda found: None
+        """Raises UsageError for handles of other pools."""
         self.generators: Callable[[str], bool] = lambda method: False
         """Whether a method yields values."""
         self._place = place
@@ -155,7 +157,9 @@ class Actor:
         self._spawn()
 
     def lost(self, why: str) -> ActorLost:
-        hint = "its state is lost; compute.actor(…, restarts=N) creates the object again"
+        hint: str | None = "its state is lost; compute.actor(…, restarts=N) creates the object again"
+        if self.is_closed:
+            why, hint = "this program has ended it, or its pool", None
         return ActorLost(f"the actor {self.label} is lost: {why}", host=self.node.name, hint=hint)
 
     # ---- calls
@@ -190,13 +194,13 @@ class Actor:
             self._advance()
         return future
 
-    def iterate(self, method: str, call: Call[Any]) -> RemoteIterator[Any]:
-        """Calls a method that yields values; returns the iterator over them."""
+    def iterate(self, method: str, call: Call[Any]) -> Conversation:
+        """Calls a method that yields values."""
         packed = replace(self._packed(method, self._one, call), yields=True, ahead=AHEAD)
         with SIGNAL_GUARD, self._lock:
             self._check()
             self._advance(everything=True)
-            return RemoteIterator(self._converse(packed))
+            return self._converse(packed)
 
     def _converse(self, packed: PackedCall) -> Conversation:
         [conversation] = converse(packed, 1, untrusted=self.untrusted)
@@ -205,6 +209,7 @@ class Actor:
 
     def _packed(self, method: str, function: PackedFunction, call: Call[Any]) -> PackedCall:
         arguments, found = pack_streams(call)
+        self.check(found)
         return PackedCall(function=function, arguments=arguments, label=f"{self.label}.{method}", found=found)
 
     def _send(self, packed: PackedCall, caller: Any) -> None:

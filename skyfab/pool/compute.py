@@ -396,6 +396,8 @@ class Compute(ShownAsTable):
         """Packs a call, and syncs the project's files to every host."""
         about = call.function
         arguments, found = packed or pack_streams(call)
+        if found:
+            self._actors.check(found)
         if about.retries and (about.yields or any(isinstance(one, Stream) for one in found)):
             hint = "their values are not produced twice: call the function again in your program"
             raise UsageError(f"{about.label} cannot have retries=: it is a generator, or reads a stream", hint=hint)

@@ -58,6 +58,8 @@ class Producer:
                     break
         except Exception as raised:
             error = raised
+        except BaseException as raised:  # the function must not end as this thread does
+            error = RuntimeError(f"its producer raised {type(raised).__name__}: {raised}")
         for feed in self._feeds:
             feed.finish(error)
         close = getattr(values, "close", None)

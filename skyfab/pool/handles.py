@@ -20,6 +20,7 @@ from skyfab.host.agent.actors import RemoteHandle
 from skyfab.pool.actor import INVOKE, Actor, Limits
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Node, WorkerSpec
+from skyfab.pool.streams import RemoteIterator
 from skyfab.protocol import codec, messages
 from skyfab.session.replies import Reply
 
@@ -27,20 +28,26 @@ from skyfab.session.replies import Reply
 class Method:
     """A method of an actor: calling it waits for the result, `submit` returns a future."""
 
-    def __init__(self, actor: Actor, name: str) -> None:
-        self._actor = actor
+    def __init__(self, handle: Handle, name: str) -> None:
+        self._handle = handle
+        """A reference: the actor ends when the handle is dropped."""
+        self._actor = handle._actor  # noqa: SLF001 - a class of this module
         self._name = name
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        call = self._actor.iterate if self._actor.generators(self._name) else self._actor.call
-        return call(self._name, INVOKE(self._name, *args, **kwargs))
+        call = INVOKE(self._name, *args, **kwargs)
+        if self._actor.generators(self._name):
+            return RemoteIterator(self._actor.iterate(self._name, call), self._handle)
+        return self._actor.call(self._name, call)
 
     def submit(self, /, *args: Any, **kwargs: Any) -> CallFuture:
         """Calls the method; returns the future of its result."""
         if self._actor.generators(self._name):
             hint = f"call handle.{self._name}(…), which returns an iterator immediately"
             raise UsageError(f"submit cannot call {self._actor.label}.{self._name}: it is a generator", hint=hint)
-        return self._actor.submit(self._name, INVOKE(self._name, *args, **kwargs))
+        future = self._actor.submit(self._name, INVOKE(self._name, *args, **kwargs))
+        future.pool = self._handle
+        return future
 
     def __repr__(self) -> str:
         return f"<method {self._name} of the actor {self._actor.label}>"
@@ -52,14 +59,19 @@ class Handle:
     The process ends with the pool, at the end of a ``with`` block of the handle, and when the handle is dropped.
     """
 
+    _actor: Actor
+
     def __init__(self, actor: Actor) -> None:
-        self._actor = actor
+        vars(self)["_actor"] = actor
         weakref.finalize(self, _drop, actor).atexit = False
 
     def __getattr__(self, name: str) -> Method:
         if name.startswith("__"):  # Python and pickle look for such names, and must not find them
             raise AttributeError(name)
-        return Method(self._actor, name)
+        return Method(self, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"the state of an actor is on its host: add a method that sets {name}")
 
     def __enter__(self) -> Handle:
         return self
@@ -68,25 +80,27 @@ class Handle:
         self._actor.close()
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return Method(self._actor, "__call__")(*args, **kwargs)
+        return Method(self, "__call__")(*args, **kwargs)
 
     def __getitem__(self, key: Any) -> Any:
-        return Method(self._actor, "__getitem__")(key)
+        return Method(self, "__getitem__")(key)
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        Method(self._actor, "__setitem__")(key, value)
+        Method(self, "__setitem__")(key, value)
 
     def __delitem__(self, key: Any) -> None:
-        Method(self._actor, "__delitem__")(key)
+        Method(self, "__delitem__")(key)
 
     def __contains__(self, item: Any) -> bool:
-        return bool(Method(self._actor, "__contains__")(item))
+        return bool(Method(self, "__contains__")(item))
 
     def __len__(self) -> int:
-        return int(Method(self._actor, "__len__")())
+        return int(Method(self, "__len__")())
 
     def __bool__(self) -> bool:
         return True
+
+    __iter__ = None  # else Python would try the keys 0, 1, 2 …
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In the arguments of a call: a handle for the function on the host, whose calls pass through this program."""
@@ -134,14 +148,23 @@ class Actors:
         worker = f"actor.{next(self._numbers)}"
         place = functools.partial(self._place, worker, nodes, tree, limits, label)
         arguments, found = pack_streams(made)
+        self.check(found)
         packed = PackedCall(
             function=pack_function(made.function, self._plugins), arguments=arguments, label=label, found=found
         )
         actor = Actor(worker, packed, place, self._plugins, limits, untrusted=self._untrusted)
+        actor.check = self.check
         actor.generators = lambda method: yields(getattr(kind, method, None))
         self._actors[worker] = (actor, nodes[0], ())
         actor.start()
         return Handle(actor)
+
+    def check(self, found: Sequence[Any]) -> None:
+        """Raises UsageError for handles of actors of other pools."""
+        for one in found:
+            actor = one._actor if isinstance(one, Handle) else None  # noqa: SLF001 - a class of this module
+            if actor is not None and self._actors.get(actor.worker, (None,))[0] is not actor:
+                raise UsageError(f"{one!r} belongs to another pool", hint="pass it to functions of its own pool")
 
     def serve(self, node: Node, worker: str, generation: int, found: Sequence[Any]) -> None:
         """Once a process has a handle, passes its calls on to actors."""

@@ -193,7 +193,7 @@ class Conversation:
             raise UsageError("this iterator belongs to another process, and only that process can read it")
         with SIGNAL_GUARD:
             if self.is_cut_off:
-                raise CallCancelled(f"{self._call.label} was ended when the pool was closed", host=self.host)
+                raise self._cut_off()
             if self._is_closed:
                 raise StopIteration
             while not self._values:
@@ -208,11 +208,17 @@ class Conversation:
                         self._take(self._asked.popleft())
                     elif not self._values and not self._asked and self.future.done():
                         self.future.result()
+                        if self.is_cut_off:
+                            raise self._cut_off()
                         raise StopIteration
             plain, buffers = self._values.popleft()
         message = messages.Result(parts=(), plain=plain)
         label, untrusted = self._call.label, self._untrusted
         return unpack_result(message, buffers, host=self.host, rank=None, label=label, untrusted=untrusted)
+
+    def _cut_off(self) -> CallCancelled:
+        hint = "read it inside the with block"
+        return CallCancelled(f"{self._call.label} was ended when the pool was closed", host=self.host, hint=hint)
 
     def _ask(self) -> None:
         asked = Reply(self._notify)
@@ -274,16 +280,18 @@ class Conversation:
 def end_all(conversations: Sequence[Conversation]) -> None:
     """The pool closes: ends generators, and waits for them for a short time."""
     for conversation in conversations:
-        conversation.close(wait=False)
         conversation.is_cut_off = True
+        conversation.close(wait=False)
     concurrent.futures.wait([conversation.future for conversation in conversations], timeout=_LAST)
 
 
 class RemoteIterator(Values[T_co]):
     """The iterator over the values of one call."""
 
-    def __init__(self, conversation: Conversation) -> None:
+    def __init__(self, conversation: Conversation, owner: object = None) -> None:
+        """`owner` must not be dropped before the iterator is."""
         self.conversation = conversation
+        self._owner = owner
 
     def __next__(self) -> T_co:
         try:
@@ -308,6 +316,8 @@ class RemoteIterator(Values[T_co]):
             return self.__next__()
         except StopIteration:
             raise StopAsyncIteration from None
+        except StopAsyncIteration as error:  # of the generator's own: it would look like the end
+            raise RuntimeError("the generator raised StopAsyncIteration") from error
 
     def close(self) -> None:
         self.conversation.close()

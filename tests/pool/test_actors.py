@@ -280,3 +280,48 @@ def test_invalid_options(compute: sky.Compute) -> None:
         compute.actor(Account, concurrency=0)
     with pytest.raises(sky.UsageError, match="no host 'nowhere'"):
         compute.actor(Account, on="nowhere")
+
+
+def test_a_generator_that_is_closed_before_it_begins_leaves_the_actor_alone(compute: sky.Compute) -> None:
+    for pause in (0.0, 0.001, 0.002, 0.004) * 3:
+        with compute.actor(Shop) as shop:
+            values = shop.values(10**6)
+            time.sleep(pause)
+            values.close()
+            assert shop.what() == "open"
+
+
+def test_a_handle_of_another_pool_is_refused(compute: sky.Compute) -> None:
+    with sky.Compute("local", ui="none") as other:
+        account, stranger = compute.actor(Account), other.actor(Account, 100)
+        with pytest.raises(sky.UsageError, match="belongs to another pool"):
+            add_through(stranger, 1) >> compute
+        with compute.actor(Shop) as shop, pytest.raises(sky.UsageError, match="belongs to another pool"):
+            shop.what(stranger)
+        assert account.add() == 1
+
+
+def test_a_handle_comes_after_other_calls(compute: sky.Compute) -> None:
+    class Caller:
+        def nothing(self) -> None: ...
+
+        def through(self, other: Any) -> Any:
+            return other.add()
+
+    with compute.actor(Account) as account, compute.actor(Caller) as caller:
+        caller.nothing()
+        assert [caller.through(account) for _ in range(3)] == [1, 2, 3]
+
+
+def test_a_handle_lives_as_long_as_what_was_made_with_it(compute: sky.Compute) -> None:
+    assert compute.actor(Account).add() == 1
+    assert compute.actor(Account).add.submit().result() == 1
+    assert list(compute.actor(Shop).values(100)) == list(range(100))
+
+
+def test_a_handle_has_methods_only(compute: sky.Compute) -> None:
+    with compute.actor(dict, a=1) as shared:
+        with pytest.raises(TypeError, match="not iterable"):
+            list(shared)
+        with pytest.raises(AttributeError, match="on its host"):
+            shared.value = 3

@@ -406,3 +406,68 @@ def test_a_forked_child_leaves_iterators_and_actors_to_its_parent(compute: sky.C
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
     assert [*first, *values] == list(range(500))
     assert counter.get(1) is None
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+def test_a_producer_that_ends_its_thread_ends_the_stream(compute: sky.Compute, error: BaseException) -> None:
+    def numbers() -> Iterator[int]:
+        yield 1
+        raise error
+
+    with pytest.raises(RuntimeError, match=f"its producer raised {type(error).__name__}"):
+        total(numbers()) >> compute
+
+
+def test_who_reads_while_the_pool_closes_is_told(tmp_path: Path) -> None:
+    @sky.function
+    def slow() -> Iterator[int]:
+        while True:
+            time.sleep(0.01)
+            yield 1
+
+    pool = sky.Compute("local", ui="none").open()
+    values = slow() >> pool
+    found: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            for _ in values:
+                pass
+        except BaseException as error:
+            found.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    time.sleep(0.3)
+    pool.close()
+    reader.join(30)
+    assert [type(error) for error in found] == [sky.CallCancelled]
+
+
+def test_an_async_generator_that_raises_stop_async_iteration(compute: sky.Compute) -> None:
+    class Values:
+        def __iter__(self) -> Iterator[int]:
+            return self
+
+        def __next__(self) -> int:
+            raise StopAsyncIteration(3)
+
+    @sky.function
+    def odd() -> Iterator[int]:
+        yield 1
+        yield from Values()
+
+    async def read() -> list[int]:
+        values: Any = odd() >> compute
+        return [value async for value in values]
+
+    with pytest.raises(RuntimeError, match="StopAsyncIteration"):
+        asyncio.run(read())
+
+
+def test_an_iterator_where_none_is_expected_is_explained(compute: sky.Compute) -> None:
+    plain = sky.function(len)
+    with pytest.raises(sky.NotPicklable, match=r"sky.stream\(…\)"):
+        plain(number for number in range(3)) >> compute
+    with pytest.raises(TypeError, match=r"has not run: for value in count\(…\) >> compute"):
+        list(count(3))

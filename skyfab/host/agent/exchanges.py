@@ -13,7 +13,6 @@ import threading
 import time
 from collections import deque
 
-from skyfab import context
 from skyfab.protocol import codec, messages
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
@@ -54,7 +53,7 @@ class Worker(Protocol):
         """Writes what was printed."""
 
 
-class Exchanges(context.Client):
+class Exchanges:
     """The exchanges of one worker. Any of its threads may wait for one; one thread at a time reads for all."""
 
     def __init__(self, worker: Worker) -> None:
@@ -74,7 +73,6 @@ class Exchanges(context.Client):
         """The calls that exchange something, by stream."""
         self._local = threading.local()
         self._numbers = itertools.count(1)
-        context.hold_client(self)
 
     def enter(self, stream: int) -> Talk | None:
         """This thread begins a call, and unpickles its arguments."""

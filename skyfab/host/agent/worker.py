@@ -50,6 +50,7 @@ def main(source: int, sink: int, request: dict[str, Any]) -> None:
     if request["threads"] > 1:
         rank.use_threads(request["threads"])
     signal.signal(signal.SIGINT, rank.interrupted)
+    context.hold_client(rank)
     sys.meta_path.insert(0, ImportFinder(functools.partial(rank.importing, request["worker"]), request["path"]))
     try:
         workdir.enter(*request["workdir"])
@@ -104,7 +105,7 @@ def _at_once(function: Callable[..., Any], *arguments: Any) -> None:
     function(*arguments)
 
 
-class Worker:
+class Worker(context.Client):
     """Receives functions and calls, and replies with results: pickled, or as plain data (`plain`)."""
 
     def __init__(self, source: int, sink: int, stores: list[str], *, plain: bool = False) -> None:
@@ -126,6 +127,8 @@ class Worker:
         """The same, for exchanges with a call that has begun."""
         self._calls: Callable[..., Any] = _at_once
         """Runs calls: one after another, or several at a time on threads."""
+        self._in_function = False
+        """User code runs on the main thread."""
         self._exchanges: Any = None
         """Of its calls with the client, once there are any."""
         self._sending = allocate_lock()
@@ -226,10 +229,17 @@ class Worker:
         self._calls = ThreadPoolExecutor(count).submit
 
     def interrupted(self, number: int, frame: Any) -> None:
-        """Handles SIGINT, which the agent sends when the client closes a generator."""
-        if self._exchanges is None:
+        """Handles SIGINT, which the agent sends when the client closes a generator, possibly before that has begun."""
+        if self._exchanges is not None:
+            self._exchanges.interrupted()
+        elif self._in_function:
             raise KeyboardInterrupt
-        self._exchanges.interrupted()
+
+    def argument(self, number: int) -> Any:
+        return self._open_exchanges().argument(number)
+
+    def ask(self, request: tuple[Any, ...]) -> Any:
+        return self._open_exchanges().ask(request)
 
     def _blob(self, name: str) -> memoryview:
         return map_blob(self._stores, name)
@@ -287,13 +297,16 @@ class Worker:
                 talk = self._exchanges.enter(stream)
             *args, kwargs = codec.loads(buffers[0], buffers[1:])
             buffers.clear()  # so that only the arguments keep the memory alive
+            self._in_function = True
             result = function(*args, **kwargs) if kwargs else function(*args)
             if type(result) is _COROUTINE:
                 result = context.awaited(result)
+            self._in_function = False
             del args, kwargs
             if talk is not None and type(result) in GENERATORS:
                 result = talk.generate(context.iterated(result))
         except SystemExit as error:
+            self._in_function = False
             self._item = None
             ended = exited(error)
             self.flush()
@@ -301,6 +314,7 @@ class Worker:
             self.answer(stream, ended.encode())
             return
         except BaseException as error:
+            self._in_function = False
             if os.getpid() != self._pid:
                 sys.stderr.write(trace(error))
             self.flush()

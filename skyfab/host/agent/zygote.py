@@ -134,6 +134,7 @@ def _serve(control: socket.socket) -> None:
     for fd in (wakeup_in, wakeup_out):
         os.set_blocking(fd, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a new worker may be interrupted before it has its own handler
     signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a later zygote inherits the agent's handler, and so would workers
     signal.set_wakeup_fd(wakeup_out, warn_on_full_buffer=False)
     children: dict[int, int] = {}

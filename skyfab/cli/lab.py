@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Annotated
+import threading
+from typing import Annotated, Final
 
 from skyfab._util.hints import HINTS
 from skyfab.cli import report
 from skyfab.cli.command import Json, Option, command
+
+_PATIENCE: Final = 5.0
+"""Seconds after which a line says why it takes long."""
 
 
 @command
@@ -51,9 +55,14 @@ def lab_down() -> None:
     """
     from skyfab import lab
 
-    if lab.status():
-        print("removing the hosts and their files; that can take minutes", file=sys.stderr)
-    print("the lab is down" if lab.down() else "no lab was up", file=sys.stderr)
+    text = "removing the hosts and their files; that can take minutes"
+    later = threading.Timer(_PATIENCE, print, [text], {"file": sys.stderr})
+    later.start()
+    try:
+        found = lab.down()
+    finally:
+        later.cancel()
+    print("the lab is down" if found else "no lab was up", file=sys.stderr)
 
 
 @command

@@ -585,7 +585,7 @@ def test_lab_up_prints_an_inventory_that_works(tmp_path: Path) -> None:
     finally:
         down = program("lab.down", cwd=tmp_path, **place)
     assert down.code == 0
-    assert down.err == "removing the hosts and their files; that can take minutes\nthe lab is down\n"
+    assert down.err.splitlines()[-1] == "the lab is down"
     assert program("lab.down", cwd=tmp_path, **place).err == "no lab was up\n"
     assert not Path(path).exists()
     assert program("lab.status", cwd=tmp_path, **place).out == ""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 
@@ -55,3 +56,12 @@ def alternate(rounds: int, *measures: Callable[[], float]) -> tuple[Sample, ...]
         for turn in turns if number % 2 == 0 else reversed(turns):
             taken[turn].append(measures[turn]())
     return tuple(Sample(tuple(values)) for values in taken)
+
+
+def times(action: Callable[[], object], count: int) -> Iterator[float]:
+    """The seconds of each of several repetitions."""
+    clock = time.perf_counter
+    for _ in range(count):
+        started = clock()
+        action()
+        yield clock() - started

@@ -11,7 +11,7 @@ from benchmarks.arena import Arena
 from benchmarks.bulk import Cargo
 from benchmarks.remote import Counter, count, make, nothing, pieces
 from benchmarks.result import Bar, Result
-from benchmarks.sample import Sample, alternate
+from benchmarks.sample import Sample, alternate, times
 
 _PIECE = 16 * 1024**2
 
@@ -26,7 +26,7 @@ class Streams:
             counter = compute.actor(Counter)
 
             def each(action: Callable[[], object]) -> Callable[[], float]:
-                return lambda: Sample(tuple(_times(action, scale.calls))).median
+                return lambda: Sample(tuple(times(action, scale.calls))).median
 
             def first() -> float:
                 return Sample(tuple(_first_values(compute, scale.calls))).median
@@ -82,14 +82,6 @@ class Streams:
             against="one result",
             bar=Bar(0.9, "at least"),
         )
-
-
-def _times(action: Callable[[], object], count: int) -> Iterator[float]:
-    clock = time.perf_counter
-    for _ in range(count):
-        started = clock()
-        action()
-        yield clock() - started
 
 
 def _first_values(compute: sky.Compute, calls: int) -> Iterator[float]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from benchmarks.arena import Arena
 from benchmarks.pipe import Pipe
 from benchmarks.remote import nothing
 from benchmarks.result import Bar, Result
-from benchmarks.sample import Sample, alternate
+from benchmarks.sample import Sample, alternate, times
 
 _MESSAGE = b"x" * 64
 _BAR = Bar(3.5)
@@ -28,12 +27,12 @@ class Warm:
         with arena.pool(arena.first) as compute, arena.ssh(arena.first, "exec cat") as argv, Pipe(argv) as pipe:
 
             def calls() -> float:
-                block = Sample(tuple(_times(lambda: nothing() >> compute, scale.calls)))
+                block = Sample(tuple(times(lambda: nothing() >> compute, scale.calls)))
                 every.extend(block.values)
                 return block.median
 
             def echoes() -> float:
-                return Sample(tuple(_times(lambda: pipe.echo(_MESSAGE), scale.calls))).median
+                return Sample(tuple(times(lambda: pipe.echo(_MESSAGE), scale.calls))).median
 
             calls()
             echoes()  # warm-up
@@ -51,11 +50,3 @@ class Warm:
         )
         worst = Sample.of(Sample(tuple(every)).percentile(99) * 1e3)
         yield Result(row=self.name, what="no-op >>, 99 % below", unit="ms", ours=worst)
-
-
-def _times(action: Callable[[], object], count: int) -> Iterator[float]:
-    clock = time.perf_counter
-    for _ in range(count):
-        started = clock()
-        action()
-        yield clock() - started

@@ -235,7 +235,7 @@ def test_the_key_is_in_no_file_and_no_command_line(client: Any, namespaces: Lab)
 
 def run_folders(hosts: list[LabHost]) -> set[Path]:
     """What processes of a pool have made in its own folder."""
-    return {path for host in hosts for path in host.path("/root/.cache/skyfab/run").glob("*/*/work/*")}
+    return {path for host in hosts for path in host.path("/root/.cache/skyfab/run").glob("*/*/work*/*")}
 
 
 def test_all_is_gone_after_the_block(compute: sky.Compute, namespaces: Lab) -> None:

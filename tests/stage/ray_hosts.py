@@ -28,4 +28,4 @@ def assert_nothing_is_left(lab: Lab) -> None:
         assert not of_ray(host)
         found = host.run(["find", "/tmp", "/dev/shm", "/home/ada/.ray", "/root/.ray", "-iname", "*ray*"], check=False)
         assert not found.stdout
-        assert not list(host.path("/home/ada/.cache/skyfab/run").glob("*/*/work/ray-*"))
+        assert not list(host.path("/home/ada/.cache/skyfab/run").glob("*/*/*/ray-*"))

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import signal
 import threading
+import time
 import traceback
 from _signal import getsignal  # type: ignore[import-not-found]  # without enums: 15 times as fast
 from collections.abc import Callable, Generator
@@ -23,6 +24,10 @@ Handler = Callable[[int, FrameType | None], Any]
 MAIN: Final = threading.main_thread().ident
 _SIGNALS: Final = sorted(number for number in signal.valid_signals() if number < 32)
 """Not the real-time signals, which few programs use and macOS lacks: every call looks at the handlers of all these."""
+
+NAP: Final = 0.25
+"""Seconds after which a wait of the main thread begins again. A thread that starts a program may receive a signal that
+was meant for the main thread, which then does not wake up for its handler."""
 
 
 class SignalCame(BaseException):
@@ -94,6 +99,16 @@ class SignalGuard:
             return wait(*arguments)
         finally:
             self._depth = depth
+
+    def acquire(self, lock: threading.Lock, timeout: float = float("inf")) -> bool:
+        """Waits for a lock inside a block. The main thread handles signals meanwhile."""
+        if threading.get_ident() != MAIN:
+            return lock.acquire(True, -1 if timeout == float("inf") else timeout)
+        deadline = time.monotonic() + timeout
+        while not self.allow(lock.acquire, True, max(0, min(NAP, deadline - time.monotonic()))):
+            if time.monotonic() >= deadline:
+                return False
+        return True
 
     def poll(self, wait: Callable[..., T], *arguments: Any) -> T:
         """As `allow`, with a lock that a handler may need: raises SignalCame, and the handler runs in the next `allow`.
@@ -172,7 +187,7 @@ class GuardedCondition:
         self._waiting.append(waiting)
         self._lock.release()
         try:
-            return SIGNAL_GUARD.allow(waiting.acquire, True, -1 if timeout is None else max(0, timeout))
+            return SIGNAL_GUARD.acquire(waiting, float("inf") if timeout is None else max(0, timeout))
         finally:
             self._lock.acquire()
             if waiting in self._waiting:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import threading
+import time
 from typing import Annotated
 
 from skyfab.cli.command import InventoryFile, OneHost, Option, command
@@ -32,6 +32,7 @@ def forward(
         skyfab forward 6006,8888 --host=node1
         skyfab forward 8888 --host=node1 --local=9999
     """
+    from skyfab._util.signals import NAP
     from skyfab.cli.host_selection import selected_one
     from skyfab.pool.forward import Forwards
     from skyfab.ui.events import Events
@@ -46,7 +47,8 @@ def forward(
         for one in [forwards.open(chosen, found, one, local) for one in ports]:
             print(f"{one.url} → {one.to}", flush=True)
         try:
-            threading.Event().wait()
+            while True:
+                time.sleep(NAP)
         except KeyboardInterrupt:
             if sys.stderr.isatty():
                 print(file=sys.stderr)  # after the ^C that the terminal shows

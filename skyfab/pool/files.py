@@ -215,7 +215,7 @@ class Files:
                 raise
 
         try:
-            outcomes: Sequence[Report | Raised] = [act(nodes[0])] if len(nodes) == 1 else for_each_host(act, nodes)
+            outcomes = for_each_host(act, nodes)
         finally:
             stopped.set()  # after Ctrl-C, threads end with their next request
         errors = [outcome.error for outcome in outcomes if isinstance(outcome, Raised)]

@@ -16,10 +16,10 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
-from skyfab._util.signals import SIGNAL_GUARD
+from skyfab._util.signals import NAP, SIGNAL_GUARD
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.results import unpack_result
 from skyfab.calls.stream import Values
@@ -367,7 +367,10 @@ def _merged(iterators: Sequence[RemoteIterator[Any]]) -> Iterator[tuple[int, Any
         one.conversation.when_ready(functools.partial(ready.put, rank))
     left = len(iterators)
     while left:
-        rank = ready.get()
+        try:
+            rank = ready.get(timeout=NAP)
+        except Empty:
+            continue
         try:
             value = next(iterators[rank])
         except StopIteration:

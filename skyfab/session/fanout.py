@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, TypeVar
 
-from skyfab._util.signals import SIGNAL_GUARD
+from skyfab._util.signals import GuardedCondition
 from skyfab.errors import PoolError, SkyfabError, UsageError
 
 S = TypeVar("S")
@@ -28,24 +28,30 @@ _MOST: Final = 256
 def for_each_host(action: Callable[[S], T], items: Sequence[S]) -> list[T | Raised]:
     """Runs the action for each item and returns the results in order.
 
-    Uses daemon threads: after a Ctrl-C the program does not wait for them.
+    Uses daemon threads: after a Ctrl-C the program does not wait for them. Signal handlers never interrupt the action.
     """
     outcomes: dict[int, T | Raised] = {}
     places = iter(range(len(items)))
+    running = min(len(items), _MOST)
+    ended = GuardedCondition()  # not `join`, which takes a thread for ended when a handler raises in it
 
     def work() -> None:
+        nonlocal running
         for place in places:
             try:
                 outcomes[place] = action(items[place])
             except BaseException as error:
                 outcomes[place] = Raised(error)
+        with ended:
+            running -= 1
+            ended.notify_all()
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(min(len(items), _MOST))]
-    with SIGNAL_GUARD:  # a thread whose start is interrupted may never run
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(running)]
+    with ended:  # a thread whose start is interrupted may never run
         for thread in threads:
             thread.start()
-        for thread in threads:
-            SIGNAL_GUARD.allow(thread.join)
+        while running:
+            ended.wait()
     return [outcomes[place] for place in range(len(items))]
 
 

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
-from skyfab._util.signals import MAIN, SIGNAL_GUARD, SignalCame
+from skyfab._util.signals import MAIN, NAP, SIGNAL_GUARD, SignalCame
 from skyfab.errors import UsageError
 from skyfab.session.replies import Reply
 
@@ -205,7 +205,7 @@ class SharedReader:
                         return False
                     if self._thread is None:  # it has run all actions
                         return done()
-                    SIGNAL_GUARD.allow(handled.acquire, True, min(rest, _NAP))
+                    SIGNAL_GUARD.acquire(handled, min(rest, _NAP))
             finally:
                 self._waits.discard(handled)
         return True
@@ -273,7 +273,7 @@ class SharedReader:
         if seconds < 0 or self._woken:
             seconds = 0
         is_main = threading.get_ident() == MAIN  # handlers run on that thread only
-        for fd, _ in SIGNAL_GUARD.poll(selector.poll, seconds) if is_main else selector.poll(seconds):
+        for fd, _ in SIGNAL_GUARD.poll(selector.poll, min(seconds, NAP)) if is_main else selector.poll(seconds):
             connection = self._owners.get(fd)
             if connection is not None:
                 self._serve(connection, connection.on_ready, fd)

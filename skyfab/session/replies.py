@@ -115,7 +115,7 @@ class Reply:
     def block(self) -> None:
         """Waits for the reply; another thread reads."""
         if not self.is_there:
-            SIGNAL_GUARD.allow(self._arrived.acquire)
+            SIGNAL_GUARD.acquire(self._arrived)
 
     def wait(self) -> tuple[Message, list[memoryview]]:
         """Waits for the reply. Raises HostLost if the host is lost before."""

@@ -262,8 +262,14 @@ def _listen(control: str, port: int, to: tuple[str, int]) -> None:
 @cache
 def _marks_prompts() -> bool:
     """Whether ssh says before a server's own words which server asks: since 8.5."""
-    said = subprocess.run(["ssh", "-V"], capture_output=True, text=True, stdin=subprocess.DEVNULL).stderr
-    version = re.match(r"OpenSSH_(\d+)\.(\d+)", said)
+    done = subprocess.run(
+        ["ssh", "-V"],
+        capture_output=True,
+        text=True,
+        stdin=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C would end it
+    )
+    version = re.match(r"OpenSSH_(\d+)\.(\d+)", done.stderr)
     return version is not None and (int(version[1]), int(version[2])) >= (8, 5)
 
 

@@ -17,6 +17,7 @@ import pytest
 
 import skyfab as sky
 from skyfab._util.signals import SignalCame, SignalGuard
+from skyfab.session.fanout import for_each_host
 
 Handler = Callable[[int, FrameType | None], object]
 
@@ -118,6 +119,37 @@ def test_a_signal_ends_a_poll_and_is_handled_in_the_next_wait(guard: SignalGuard
         guard.allow(lambda: None)
         assert found == [False]
         assert guard.poll(lambda: "read") == "read"
+
+
+def on_another_thread(number: int) -> None:
+    """Has another thread receive a signal, which may happen to any thread that starts a program meanwhile."""
+    thread = threading.Thread(target=lambda: signal.pthread_kill(threading.get_ident(), number))
+    thread.start()
+
+
+def test_a_signal_that_another_thread_received_is_handled_in_a_wait(guard: SignalGuard) -> None:
+    found: list[str] = []
+    signal.signal(signal.SIGUSR1, note(found, "ran"))
+    guard.wrap()
+    lock = threading.Lock()
+    lock.acquire()
+    later = threading.Timer(0.1, on_another_thread, [signal.SIGUSR1])
+    later.start()
+    with guard:
+        assert not guard.acquire(lock, 1)
+        assert found == ["ran"]
+    later.join()
+
+
+def test_ctrl_c_that_another_thread_received_ends_an_action_for_hosts() -> None:
+    later, go = threading.Timer(0.1, on_another_thread, [signal.SIGINT]), threading.Event()
+    later.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            for_each_host(lambda _: go.wait(30), [1, 2])
+    finally:
+        go.set()
+        later.join()
 
 
 # ---- with pools
@@ -488,6 +520,30 @@ def actions_on(pool: sky.Compute, folder: Path) -> Sequence[Callable[[], object]
 def test_alarms_at_random_moments(open_pool: Callable[..., sky.Compute], tmp_path: Path) -> None:
     pool = open_pool(slots=3)
     alarms(pool, 150, actions_on(pool, tmp_path))
+
+
+def test_a_handler_that_raises_while_a_file_is_opened_leaves_no_descriptor(
+    open_pool: Callable[..., sky.Compute], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pool, opens, signals = open_pool(), os.open, [signal.SIGUSR1]
+
+    def and_signal(*arguments: Any, **options: Any) -> int:
+        fd = opens(*arguments, **options)
+        if signals:
+            os.kill(os.getpid(), signals.pop())
+            time.sleep(0.01)  # the main thread gets it
+        return fd
+
+    (tmp_path / "small").write_bytes(b"content")
+    before = signal.signal(signal.SIGUSR1, lambda *_: stop())
+    try:
+        monkeypatch.setattr(os, "open", and_signal)
+        with pytest.raises(Stop):
+            pool.download(tmp_path / "small", to=tmp_path / "back")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    pool.download(tmp_path / "small", to=tmp_path / "back")
+    assert (tmp_path / "back" / "small").read_bytes() == b"content"
 
 
 @pytest.mark.soak

@@ -37,9 +37,9 @@ def apply() -> None:
     torch.serialization.register_package(5, _location, _restored)
     torch.UntypedStorage.clone = _cloned(torch.UntypedStorage.clone)
     torch.UntypedStorage._new_shared = staticmethod(_unshared(torch.UntypedStorage._new_shared))
-    names = torch.nn.DataParallel.__init__.__globals__
-    found = names["_get_available_device_type"]
-    names["_get_available_device_type"] = lambda: None if found() == TYPE else found()  # as on a machine without GPUs
+    # As on a machine without GPUs. It could not use those of this machine: their streams come from torch.accelerator,
+    # which is the remote device now.
+    torch.nn.DataParallel.__init__.__globals__["_get_available_device_type"] = lambda: None
 
 
 def _is_plain(value: Any) -> bool:

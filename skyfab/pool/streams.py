@@ -262,6 +262,7 @@ class Conversation:
             elif first:
                 timer = threading.Timer(_CLOSING, lambda: self.future.done() or self.stop())
                 timer.daemon = True
+                concurrent.futures.Future.add_done_callback(self.future, lambda _: timer.cancel())
                 timer.start()
 
     def _send_close(self) -> None:

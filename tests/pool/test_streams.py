@@ -206,6 +206,18 @@ def test_ending_an_iterator_ends_the_generator(compute: sky.Compute, tmp_path: P
     assert total([1]) >> compute == 1
 
 
+def test_nothing_waits_for_a_generator_that_has_ended(
+    compute: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyfab.pool.streams._CLOSING", 1000)
+    path = tmp_path / "ended"
+    values = guarded(str(path), block=False) >> compute
+    assert next(values) == 1
+    del values
+    gc.collect()
+    until(path.exists)  # and nothing_stays_in_this_process
+
+
 def test_ctrl_c_ends_the_generator(compute: sky.Compute, tmp_path: Path) -> None:
     path = tmp_path / "ended"
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))

@@ -16,7 +16,7 @@ from skyfab.calls.pack import PackedCall, pack_function, pack_streams
 from skyfab.calls.stream import found_in_call
 from skyfab.context import yields
 from skyfab.errors import HostLost, SkyfabError, UsageError
-from skyfab.host.agent.actors import RemoteHandle
+from skyfab.host.agent.actors import UNPICKLING, Methods, handle
 from skyfab.pool.actor import INVOKE, Actor, Limits
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Node, WorkerSpec
@@ -53,7 +53,7 @@ class Method:
         return f"<method {self._name} of the actor {self._actor.label}>"
 
 
-class Handle:
+class Handle(Methods):
     """Calls the methods of an object on a host: ``handle.method(x)``. `compute.actor` makes it.
 
     The process ends with the pool, at the end of a ``with`` block of the handle, and when the handle is dropped.
@@ -65,13 +65,8 @@ class Handle:
         vars(self)["_actor"] = actor
         weakref.finalize(self, _drop, actor).atexit = False
 
-    def __getattr__(self, name: str) -> Method:
-        if name.startswith("__"):  # Python and pickle look for such names, and must not find them
-            raise AttributeError(name)
+    def _method(self, name: str) -> Method:
         return Method(self, name)
-
-    def __setattr__(self, name: str, value: object) -> None:
-        raise AttributeError(f"the state of an actor is on its host: add a method that sets {name}")
 
     def __enter__(self) -> Handle:
         return self
@@ -79,36 +74,13 @@ class Handle:
     def __exit__(self, *_: object) -> None:
         self._actor.close()
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return Method(self, "__call__")(*args, **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        return Method(self, "__getitem__")(key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        Method(self, "__setitem__")(key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        Method(self, "__delitem__")(key)
-
-    def __contains__(self, item: Any) -> bool:
-        return bool(Method(self, "__contains__")(item))
-
-    def __len__(self) -> int:
-        return int(Method(self, "__len__")())
-
-    def __bool__(self) -> bool:
-        return True
-
-    __iter__ = None  # else Python would try the keys 0, 1, 2 …
-
     def __reduce__(self) -> tuple[Any, ...]:
         """In the arguments of a call: a handle for the function on the host, whose calls pass through this program."""
         if self._actor.untrusted:
             raise TypeError('an actor cannot be passed to untrusted hosts (results="data")')
         found_in_call(self)
         self._actor.is_shared = True
-        return RemoteHandle, (self._actor.worker, self._actor.label)
+        return handle, (self._actor.worker, self._actor.label)
 
     def __repr__(self) -> str:
         return f"<actor {self._actor.label} on {self._actor.node.name}>"
@@ -229,6 +201,8 @@ class _Server:
         self._session = node.session
         self._worker = worker
         self._asked = Reply()
+        self._iterators: dict[int, RemoteIterator[Any]] = {}
+        """Those of methods that yield, by the number of the call; until they end, are closed, or the process ends."""
 
     def ask(self) -> None:
         self._asked = asked = Reply(lambda: self._arrived(asked))
@@ -247,15 +221,34 @@ class _Server:
             if isinstance(message, messages.Yielded) and message.count:
                 threading.Thread(target=self._serve, args=(buffers,), daemon=True).start()
                 self.ask()
+                return
+        for values in self._iterators.values():  # the process has ended
+            values.conversation.close(wait=False)
 
     def _serve(self, buffers: list[memoryview]) -> None:
-        number, worker, method, args, kwargs = codec.loads(buffers[0], buffers[1:])
+        """On a thread of its own."""
+        UNPICKLING.handle = lambda worker, label: Handle(self._find(worker))
+        number, worker, method, about = codec.loads(buffers[0], buffers[1:])
         try:
-            outcome = True, self._find(worker).submit(method, INVOKE(method, *args, **kwargs)).result()
+            outcome = self._call(number, worker, method, *about) if worker else self._next(method, *about)
             payload = codec.dumps(outcome)
         except Exception as error:
             error.__traceback__ = error.__cause__ = None
-            payload = codec.dumps((False, error))
+            payload = codec.dumps(("raised", error))
         parts = [payload.data, *payload.buffers]
         with suppress(SkyfabError):
             self._exchange("give", Reply(), parts, number=number, count=1)
+
+    def _call(self, number: int, worker: str, method: str, args: Any, kwargs: Any) -> tuple[str, Any]:
+        actor, call = self._find(worker), INVOKE(method, *args, **kwargs)
+        if not actor.generators(method):
+            return "returned", actor.submit(method, call).result()
+        self._iterators[number] = RemoteIterator(actor.iterate(method, call))
+        return "yields", number
+
+    def _next(self, what: str, number: int) -> tuple[str, Any]:
+        """The next value of an iterator; or closes it."""
+        if what == "next":
+            return "returned", next(self._iterators[number])
+        self._iterators.pop(number).close()
+        return "returned", None

@@ -193,6 +193,10 @@ class Shop:
     def values(self, count: int) -> Iterator[int]:
         yield from range(count)
 
+    def divided(self, number: int) -> Iterator[float]:
+        yield number / 1
+        yield number / 0
+
     def blocked(self) -> Iterator[int]:
         try:
             yield 1
@@ -259,6 +263,61 @@ def test_functions_and_actors_on_hosts_call_actors(pool: sky.Compute) -> None:
             add_through(account, "x") >> pool
         with pytest.raises(AttributeError, match="missing"):
             sky.function(lambda handle: handle.missing())(account) >> pool
+
+
+def read_through(handle: Any, count: int) -> tuple[list[int], int]:
+    first = handle.values(10**9)
+    found = next(first)
+    first.close()  # else the actor is busy with it
+    handle.values(10**9)  # dropped without being read
+    return list(handle.values(count)), found
+
+
+def test_functions_on_hosts_read_the_values_of_methods(pool: sky.Compute) -> None:
+    with pool.actor(Shop, on="head") as shop:
+        assert read_through(shop, 3) == ([0, 1, 2], 0)
+        assert sky.function(read_through)(shop, 100) @ pool == [(list(range(100)), 0)] * 2
+        with pytest.raises(ZeroDivisionError):
+            sky.function(lambda handle: list(handle.divided(1)))(shop) >> pool
+        assert sky.function(lambda handle: list(handle.later(5)))(shop) >> pool == list(range(5))
+        assert shop.what() == "open"
+
+
+def test_a_function_that_dies_ends_the_generator_that_it_reads(pool: sky.Compute) -> None:
+    def die(handle: Any) -> None:
+        for _ in handle.blocked():
+            os._exit(3)
+
+    with pool.actor(Shop) as shop:
+        with pytest.raises(sky.WorkerDied):
+            sky.function(die)(shop) >> pool
+        assert shop.what() == "ended"
+
+
+def test_operators_of_a_handle_on_a_host(compute: sky.Compute) -> None:
+    @sky.function
+    def use(shared: Any) -> tuple[Any, ...]:
+        shared["b"] = 2
+        del shared["a"]
+        with pytest.raises(TypeError):
+            list(shared)
+        with pytest.raises(AttributeError):
+            shared.value = 3
+        return shared["b"], "a" in shared, len(shared), bool(shared), repr(shared)
+
+    with compute.actor(dict, a=1) as shared:
+        assert use(shared) >> compute == (2, False, 1, True, "<actor dict>")
+        del shared["b"]
+        assert sky.function(bool)(shared) >> compute, "a handle is not empty"
+
+
+def test_a_function_passes_a_handle_on_to_another_actor(compute: sky.Compute) -> None:
+    class Caller:
+        def through(self, other: Any) -> Any:
+            return other.add()
+
+    with compute.actor(Account) as account, compute.actor(Caller) as caller:
+        assert sky.function(lambda one, other: one.through(other))(caller, account) >> compute == 1
 
 
 def test_a_handle_elsewhere(compute: sky.Compute) -> None:

@@ -13,7 +13,7 @@ from skyfab.protocol import codec
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from concurrent.futures import Future
     from typing import Any
 
@@ -107,7 +107,75 @@ def _outcome(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> 
     return (payload.data, *map(bytes, payload.buffers))
 
 
-# ---- handles of other actors
+# ---- handles
+
+
+class Methods:
+    """Base class of handles: an attribute is a method of the actor's object, and operators are methods of it."""
+
+    def _method(self, name: str) -> Any:
+        raise NotImplementedError
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # Python and pickle look for such names, and must not find them
+            raise AttributeError(name)
+        return self._method(name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"the state of an actor is on its host: add a method that sets {name}")
+
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        return self._method("__call__")(*args, **kwargs)
+
+    def __getitem__(self, key: Any) -> Any:
+        return self._method("__getitem__")(key)
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        self._method("__setitem__")(key, value)
+
+    def __delitem__(self, key: Any) -> None:
+        self._method("__delitem__")(key)
+
+    def __contains__(self, item: Any) -> bool:
+        return bool(self._method("__contains__")(item))
+
+    def __len__(self) -> int:
+        return int(self._method("__len__")())
+
+    def __bool__(self) -> bool:
+        return True
+
+    __iter__ = None  # else Python would try the keys 0, 1, 2 …
+
+
+class RemoteHandle(Methods):
+    """A handle of an actor, in a function on a host."""
+
+    def __init__(self, actor: str, label: str) -> None:
+        vars(self).update(_actor=actor, _label=label)
+
+    def _method(self, name: str) -> RemoteMethod:
+        return RemoteMethod(self._actor, self._label, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return handle, (self._actor, self._label)
+
+    def __repr__(self) -> str:
+        return f"<actor {self._label}>"
+
+
+class _Unpickling(threading.local):
+    """What handles are unpickled as, on this thread. The client has handles of its own."""
+
+    handle: Callable[[str, str], Any] = RemoteHandle
+
+
+UNPICKLING = _Unpickling()
+
+
+def handle(actor: str, label: str) -> Any:
+    """Pickles of handles refer to this function."""
+    return UNPICKLING.handle(actor, label)
 
 
 class RemoteMethod:
@@ -118,10 +186,7 @@ class RemoteMethod:
         self._label = label
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        found, value = context.ask_client((*self._about, args, kwargs))
-        if not found:
-            raise value
-        return value
+        return _ask(*self._about, args, kwargs)
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Calls the method; returns the future of its result."""
@@ -142,35 +207,23 @@ class RemoteMethod:
         return f"<method {self._about[1]} of the actor {self._label}>"
 
 
-class RemoteHandle:
-    """A handle of an actor, in a function on a host."""
+def _ask(actor: str, method: str, *about: Any) -> Any:
+    """Has the client call an actor. If the method yields, the reply is the number of the iterator that it has."""
+    found, value = context.ask_client((actor, method, about))
+    if found == "raised":
+        raise value
+    if found == "yields":
+        value = _values(value)
+        next(value)  # starts it, so that dropping it ends the method
+    return value
 
-    def __init__(self, actor: str, label: str) -> None:
-        self._actor = actor
-        self._label = label
 
-    def __getattr__(self, name: str) -> RemoteMethod:
-        if name.startswith("__"):  # Python and pickle look for such names, and must not find them
-            raise AttributeError(name)
-        return RemoteMethod(self._actor, self._label, name)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RemoteHandle, (self._actor, self._label)
-
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return RemoteMethod(self._actor, self._label, "__call__")(*args, **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        return RemoteMethod(self._actor, self._label, "__getitem__")(key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        RemoteMethod(self._actor, self._label, "__setitem__")(key, value)
-
-    def __contains__(self, item: Any) -> bool:
-        return bool(RemoteMethod(self._actor, self._label, "__contains__")(item))
-
-    def __len__(self) -> int:
-        return int(RemoteMethod(self._actor, self._label, "__len__")())
-
-    def __repr__(self) -> str:
-        return f"<actor {self._label}>"
+def _values(number: int) -> Iterator[Any]:
+    try:
+        yield
+        while True:
+            yield _ask("", "next", number)
+    except StopIteration:
+        return
+    finally:  # on a new thread: the garbage collector may close it with any lock held
+        threading.Thread(target=_ask, args=("", "close", number), daemon=True).start()

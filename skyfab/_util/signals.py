@@ -8,6 +8,7 @@ signal is only recorded; its handler runs at the end of the block, or in `allow`
 
 from __future__ import annotations
 
+import _thread
 import signal
 import threading
 import time
@@ -29,6 +30,9 @@ NAP: Final = 0.25
 """Seconds after which a wait of the main thread begins again. A thread that starts a program may receive a signal that
 was meant for the main thread, which then does not wake up for its handler."""
 
+_SOON: Final = 0.001
+"""Seconds after which a signal comes again whose handler must not raise."""
+
 
 class SignalCame(BaseException):
     """Ends a wait in `SignalGuard.poll`."""
@@ -43,6 +47,8 @@ class SignalGuard:
         self._missed: dict[int, tuple[Handler, FrameType | None]] = {}
         """The signals that came inside a block, each with its handler."""
         self._is_polling = False
+        self.fatal: list[Callable[[FrameType | None], bool]] = []
+        """Whether an exception that a handler raises now would end the process. The frame is the one interrupted."""
         self._users = 0
         self._seen: list[Any] = []
         """The handlers of all signals, as they were when last wrapped."""
@@ -127,6 +133,12 @@ class SignalGuard:
 
     def handle(self, handler: Handler, number: int, frame: FrameType | None) -> None:
         """A signal came."""
+        if any(is_fatal(frame) for is_fatal in self.fatal):
+            try:
+                _thread.start_new_thread(_send_again, (number,))
+            except RuntimeError:  # no more threads: it is delivered at the end of the next block
+                self._missed[number] = (handler, frame)
+            return
         if not self._depth:
             handler(number, frame)
             return
@@ -139,6 +151,11 @@ class SignalGuard:
             number = next(iter(self._missed))
             handler, frame = self._missed.pop(number)
             self.handle(handler, number, frame)
+
+
+def _send_again(number: int) -> None:
+    time.sleep(_SOON)
+    signal.pthread_kill(MAIN, number)  # type: ignore[arg-type]
 
 
 class _Deferred:

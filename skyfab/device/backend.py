@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import functools
 import sys
+import traceback
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch.utils import backend_registration
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.device import autocast, composite_ops, manual_kernels, patches, torch_sky
 from skyfab.device.kernels import make_kernel
 from skyfab.device.tensors import TYPE
@@ -45,19 +48,36 @@ _probe: Final = functools.partial(bool)
 """Calling it is a SystemError where Python's error is set, with that error as its cause."""
 
 
-class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
-    """PyTorch asks it several times for each operation, and also while what a hook has raised ends a backward.
+_asked: Final[list[Any]] = []
+"""Has an item between the two steps in which PyTorch asks the guard: it looks up `type_`, and calls what it finds."""
 
-    Python's error is still set then. Returning with it would end the process, so it is taken away, and raised again
-    when the backward has ended.
+
+class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
+    """PyTorch asks it several times for each operation, and the process ends if anything is raised meanwhile.
+
+    Signals wait for that reason (`_is_asked`). It is also asked while what a hook has raised ends a backward. Python's
+    error is still set then. Returning with it would end the process, so it is taken away, and raised again when the
+    backward has ended.
     """
 
+    @property
     def type_(self) -> Any:
         try:
             _probe()
         except SystemError as error:
             patches.raised.error = error.__cause__
-        return _PRIVATE
+        _asked.append(_PRIVATE)
+        return _answer
+
+
+_answer: Final = functools.partial(_asked.pop)
+"""Not a function in Python: a signal handler cannot interrupt it."""
+_code: Final = _Guard.type_.fget.__code__  # type: ignore[attr-defined]
+
+
+def _is_asked(frame: FrameType | None) -> bool:
+    """Whether PyTorch is asking the guard. Between both steps it converts a string, which handles signals."""
+    return bool(_asked) or any(found.f_code is _code for found, _ in traceback.walk_stack(frame) if frame)
 
 
 def is_registered() -> bool:
@@ -89,6 +109,8 @@ def register() -> None:
             "work, but backward() over them does not: to train on them, use another process.",
             file=sys.stderr,
         )
+    SIGNAL_GUARD.fatal.append(_is_asked)
+    SIGNAL_GUARD.watch()  # for good: PyTorch asks the guard in every backward, also without remote tensors
     _setup(TYPE, backend_module=torch_sky, device_guard=_Guard())
     torch.autograd.set_multithreading_enabled(False)
     library = torch.library.Library("aten", "IMPL")

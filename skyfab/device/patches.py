@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import torch
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.device import arguments, manual_kernels, plans, tensors, torch_sky
 from skyfab.device.tensors import TYPE
 from skyfab.host.device import wire
@@ -202,6 +203,7 @@ def _raising_again(original: Any) -> Any:
 
     @functools.wraps(original)
     def run_backward(*args: Any, **kwargs: Any) -> Any:
+        SIGNAL_GUARD.wrap()
         try:
             return original(*args, **kwargs)
         except SystemError:

@@ -116,6 +116,8 @@ class DeviceStream:
         its gradients would be wrong.
         """
         buffer = self.buffer
+        if not buffer:
+            SIGNAL_GUARD.wrap()  # not only when it is sent, which another thread may do
         buffer.append((instruction, find_call_site(), current.thread, recorded))
         if len(buffer) >= self.limit:
             self.flush()
@@ -131,6 +133,7 @@ class DeviceStream:
 
     def flush(self) -> Batch | None:
         """Sends what has been emitted. Waits if too much is under way; raises the error of an earlier instruction."""
+        SIGNAL_GUARD.wrap()
         with SIGNAL_GUARD, self._lock:
             self._raise()
             self._wait_for_room()
@@ -160,6 +163,7 @@ class DeviceStream:
 
         If nothing waits for the reply, `then` is called with it, or the error, on the thread that reads.
         """
+        SIGNAL_GUARD.wrap()
         with SIGNAL_GUARD, self._lock:
             self._raise()
             if then is not None:

@@ -123,7 +123,8 @@ def test_a_call_whose_process_dies_is_the_only_one_that_fails(two: sky.Compute) 
 def test_a_waiting_call_can_be_cancelled_and_a_running_one_cannot(two: sky.Compute) -> None:
     with two.executor() as executor:
         futures = [executor.submit(time.sleep, 0.5) for _ in range(8)]
-        assert futures[0].running() and not futures[0].cancel()
+        until(futures[0].running)
+        assert not futures[0].cancel()
         assert futures[7].cancel() and futures[7].cancelled() and not futures[7].running()
         done, not_done = wait(futures)
     assert done == set(futures) and not not_done
@@ -143,7 +144,7 @@ def test_callbacks_run_in_order_and_may_make_calls(two: sky.Compute) -> None:
         future.result()
         until(lambda: bool(more))
         assert more[0].result() == 25
-    assert found == [*range(20), "skyfab-executor"]
+    assert found[:20] == [*range(20)] and str(found[20]).startswith("skyfab-executor")
 
 
 def test_threads_submit_at_the_same_time(two: sky.Compute) -> None:

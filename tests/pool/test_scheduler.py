@@ -313,7 +313,7 @@ def test_an_interrupted_call_is_cancelled_and_keeps_its_slot_until_it_has_ended(
         caller.sent(5)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(SIGNAL_GUARD, "allow", interrupted)
+    monkeypatch.setattr(SIGNAL_GUARD, "acquire", interrupted)
     node = FakeNode(1)
     queue = queue_over(node)
     with pytest.raises(KeyboardInterrupt):

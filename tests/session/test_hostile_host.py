@@ -388,7 +388,7 @@ def test_a_host_that_announces_ever_more_processes_is_refused_before_it_costs_an
 def test_processes_that_have_ended_are_not_remembered_for_ever() -> None:
     """A pool that has many gangs, one after the other, goes on."""
     with opened() as (session, puppet, _):
-        assert outcome(session, puppet, logs(20_000, ended=True) + head(1, messages.Done())) == messages.Done()
+        assert outcome(session, puppet, logs(5_000, ended=True) + head(1, messages.Done())) == messages.Done()
         replies = session.connection.replies
         assert len(replies._output) == len(replies._streams) == len(replies._ended) <= 1024
 

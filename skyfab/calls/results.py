@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from skyfab._util.hints import HINTS
+from skyfab._util.signals import is_from_handler
 from skyfab.calls.project import with_local_paths
 from skyfab.errors import (
     CallCancelled,
@@ -93,6 +94,8 @@ def unpickle(
     try:
         return codec.loads(data, buffers)
     except Exception as error:
+        if is_from_handler(error):
+            raise
         raise not_unpickled(error, host=host, rank=rank, label=label) from error
 
 
@@ -131,7 +134,9 @@ def _exception(
     if buffers and (message.plain or not untrusted):
         try:
             found = _plain_exception(buffers) if message.plain else codec.loads(buffers[0], buffers[1:])
-        except (Exception, SystemExit):  # unpickling calls what the exception's class says
+        except (Exception, SystemExit) as error:  # unpickling calls what the exception's class says
+            if is_from_handler(error):
+                raise
             found = None
         if isinstance(found, Exception):
             return found

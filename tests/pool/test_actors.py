@@ -49,6 +49,9 @@ class Account:
     async def later(self, value: int) -> int:
         return value + 1
 
+    async def leave(self, how: str) -> None:
+        raise SystemExit(3) if how == "exit" else KeyboardInterrupt
+
     def gpus(self) -> str | None:
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
@@ -384,3 +387,18 @@ def test_a_handle_has_methods_only(compute: sky.Compute) -> None:
             list(shared)
         with pytest.raises(AttributeError, match="on its host"):
             shared.value = 3
+
+
+@pytest.mark.parametrize("concurrency", [1, 2])
+def test_an_asynchronous_method_that_is_interrupted_leaves_the_event_loop_running(
+    compute: sky.Compute, concurrency: int
+) -> None:
+    with compute.actor(Account, concurrency=concurrency) as account:
+        with pytest.raises(sky.RemoteError, match="KeyboardInterrupt"):
+            account.leave("interrupt")
+        assert account.later(1) == 2
+
+
+def test_an_asynchronous_method_that_exits_ends_as_any_other(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account, pytest.raises(sky.SkyfabError, match="3"):
+        account.leave("exit")

@@ -522,6 +522,37 @@ def test_alarms_at_random_moments(open_pool: Callable[..., sky.Compute], tmp_pat
     alarms(pool, 150, actions_on(pool, tmp_path))
 
 
+def signal_in(process: int) -> None:
+    if os.getpid() == process:
+        signal.raise_signal(signal.SIGUSR1)
+
+
+class Signalling:
+    """Sends this process a signal while it is unpickled here."""
+
+    def __init__(self, process: int) -> None:
+        self._process = process
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return signal_in, (self._process,)
+
+
+def yields_signalling(process: int) -> Iterator[Signalling]:
+    yield Signalling(process)
+
+
+def test_a_handler_that_raises_while_a_value_is_unpickled(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool()
+    before = signal.signal(signal.SIGUSR1, lambda *_: stop())
+    try:
+        values = sky.function(yields_signalling)(os.getpid()) >> pool
+        with pytest.raises(Stop):
+            next(values)
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert add(1, 2) >> pool == 3
+
+
 def test_a_handler_that_raises_while_a_file_is_opened_leaves_no_descriptor(
     open_pool: Callable[..., sky.Compute], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

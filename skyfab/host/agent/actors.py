@@ -72,7 +72,18 @@ def _await(coroutine: Any) -> Any:
         if _loop is None:
             _loop = asyncio.new_event_loop()
             threading.Thread(target=_loop.run_forever, daemon=True).start()
-    return asyncio.run_coroutine_threadsafe(coroutine, _loop).result()
+    value, error = asyncio.run_coroutine_threadsafe(_caught(coroutine), _loop).result()
+    if error is not None:
+        raise error
+    return value
+
+
+async def _caught(coroutine: Any) -> tuple[Any, BaseException | None]:
+    """What it returns, and what it raises that would end the event loop."""
+    try:
+        return await coroutine, None
+    except (KeyboardInterrupt, SystemExit) as error:
+        return None, error
 
 
 def _from_async(values: Any) -> Iterator[Any]:

@@ -141,7 +141,7 @@ def logs(
 
     begin = _age(since)
     try:
-        with attached(id_, hosts, inventory=inventory) as found:
+        with attached(id_, hosts, inventory=inventory, soon=follow) as found:
             _print(found, timestamps=timestamps, follow=follow, rank=rank, tail=tail, since=begin)
     except KeyboardInterrupt:
         if not follow:
@@ -176,7 +176,7 @@ def attach(
     from skyfab.detached.run import attached
 
     begin = _age(since)
-    with attached(id_, hosts, inventory=inventory, results="data") as found:  # a failure is only printed
+    with attached(id_, hosts, inventory=inventory, results="data", soon=True) as found:  # a failure is only printed
         missing: SkyfabError | None = None
         try:
             _print(found, timestamps=timestamps, follow=True, tail=tail, since=begin)

@@ -102,3 +102,13 @@ def _parse(host: Host, replies: Iterator[Reply]) -> list[Part]:
         except schema.Invalid:
             continue  # incomplete, or not written by skyfab
     return [replace(part, gpus=gpus) for part in found]
+
+
+def content_of(_host: Host, replies: Iterator[Reply]) -> bytearray | None:
+    """The content of a file; None if it is not there."""
+    if next(replies).value is not True:
+        return None
+    content = bytearray()
+    for reply in replies:
+        content += reply.data
+    return content

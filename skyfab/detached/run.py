@@ -18,7 +18,7 @@ from skyfab._util import schema
 from skyfab._util.html import ShownAsTable
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.results import in_order, unpack_result
-from skyfab.detached.folder import Part, State, question
+from skyfab.detached.folder import Part, State, content_of, question
 from skyfab.detached.logs import LogLine, LogReader
 from skyfab.detached.written import event, path_of
 from skyfab.errors import HostLost, HostUnfit, SkyfabError, UntrustedResult, UsageError, broadcast_error, printable
@@ -26,7 +26,7 @@ from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory, used_last
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
-from skyfab.session.ask import PASSING, Asker, Outcome, Question, Reply, only
+from skyfab.session.ask import PASSING, Asker, Outcome, Question, only
 from skyfab.session.fanout import one_error
 from skyfab.ui.events import FilesWritten
 from skyfab.ui.suppressed import is_noise
@@ -209,6 +209,7 @@ class Run(ShownAsTable):
             has = "one rank, 0" if self.world_size == 1 else f"ranks 0 to {self.world_size - 1}"
             raise UsageError(f"run {self.id[:8]} has no rank {rank}: it has {has}")
         with self._asker_of_all(trouble=trouble if follow else None) as asker:
+            asker.soon = follow
             reader = LogReader(asker, self.id, started=self.started, rank=rank, tail=tail, since=since)
             reported: set[tuple[str, int]] = set()
             while True:
@@ -218,6 +219,9 @@ class Run(ShownAsTable):
                         reported.add(one)
                         failed(*one)
                 yield from reader.new(rest=over)
+                if over and reader.errors and asker.soon:
+                    asker.soon = False  # now that the lines of the others are shown
+                    continue
                 may_return = _check(reader.errors) and follow
                 if over and reader.errors and not may_return:
                     raise one_error(reader.errors, len(asker.hosts))
@@ -285,7 +289,7 @@ class Run(ShownAsTable):
 
     def _result(self, asker: Asker, host: Host, rank: int) -> Any:
         place = rank if self._about.on == "all" else None
-        found = asker.ask_one(Question("runs.content", _content, {"run": self.id, "name": f"result.{rank}"}), host)
+        found = asker.ask_one(Question("runs.content", content_of, {"run": self.id, "name": f"result.{rank}"}), host)
         if found is None:
             text = f"rank {rank} of {self.function} was stopped, or had no space for its result"
             return _Failed(SkyfabError(text, host=host.name, rank=place))
@@ -326,16 +330,6 @@ class Run(ShownAsTable):
                 if pid := outcome.get():
                     what = f"process {pid} is still running after 10 s"
                     raise HostUnfit(what, host=outcome.host.name, hint=f"wait, or on the host: kill -9 {pid}")
-
-
-def _content(_host: Host, replies: Iterator[Reply]) -> bytearray | None:
-    """The content of a file; None if it is not there."""
-    if next(replies).value is not True:
-        return None
-    content = bytearray()
-    for reply in replies:
-        content += reply.data
-    return content
 
 
 @dataclass(frozen=True, slots=True)
@@ -412,11 +406,12 @@ def attach(
 
 
 @contextmanager
-def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any") -> Iterator[Run]:  # noqa: A002
-    """As `attach`; the connections stay open during the block, for what is asked about the run."""
+def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any", soon: bool = False) -> Iterator[Run]:  # noqa: A002
+    """As `attach`; connections stay open during the block. With `soon`, slow hosts are left out if others have it."""
     if not id:  # else it would be the beginning of every id
         raise UsageError("no run was named", hint="to list them: skyfab runs")
     with _asker_of(Inventory.of(inventory), hosts) as asker:
+        asker.soon = soon
         run = _find(id, asker, results, is_named=hosts is not None)
         run.asker = asker
         try:
@@ -427,6 +422,9 @@ def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any") -
 
 def _find(id: str, asker: Asker, results: Results, *, is_named: bool) -> Run:  # noqa: A002
     found, errors = survey(asker, results)
+    if asker.soon and errors and not any(run.id.startswith(id) or (run.name == id and run.silent) for run in found):
+        asker.soon = False
+        found, errors = survey(asker, results)
     named = [run for run in found if run.name == id or run.id[:8] == id]
     if named:
         return next((run for run in named if run.state == "running"), named[0])

@@ -24,13 +24,14 @@ from skyfab.protocol.frames import HEAD, PING, Reader, frame
 from skyfab.session.backoff import Backoff
 from skyfab.session.bootstrap import CACHE_HINT, Bootstrap, cannot_run, log_in
 from skyfab.session.bundle import bundle
-from skyfab.session.fanout import Raised, for_each_host
+from skyfab.session.fanout import PATIENCE, Raised, for_each_host
 from skyfab.session.shell import Deadline, Shell
 from skyfab.ssh import CONNECT_TIMEOUT, transport_for
 from skyfab.ssh.base import Stream, Transport
 from skyfab.ssh.logins import retry
 from skyfab.ssh.tunnel import Tunnel
 from skyfab.ui.events import Events, HostState
+from skyfab.ui.prompt import TERMINAL
 
 T = TypeVar("T")
 Prepare = Callable[[Host, str], Callable[[Shell], "str | None"]]
@@ -47,7 +48,7 @@ _CLOSE: Final = 3.0
 """Seconds that a thread has to stop, as while it asks the user for a password."""
 _STORAGE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """Errors of the cache folder."""
-_HEARTBEAT: Final = 5.0
+_HEARTBEAT: Final = 1.0
 _SILENCE: Final = 60.0
 """Seconds without a frame of the host after which it is lost: it answers each heartbeat."""
 _SOON: Final = 2
@@ -116,6 +117,8 @@ class Asker:
         self.events = events or Events()
         self.prepare = prepare
         self.trouble = trouble
+        self.soon = False
+        """Whether to wait only for hosts from which something arrives. The others continue to be asked meanwhile."""
         self._until = until
         self._closed = False
         self.lines = {host.name: _Line(host, self) for host in hosts}
@@ -130,8 +133,7 @@ class Asker:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
-        own = [line for name, line in self.lines.items() if name not in self._shared]
-        for_each_host(_Line.end, [line for line in own if not line.is_idle])
+        for_each_host(_Line.end, [line for name, line in self.lines.items() if name not in self._shared])
 
     def sharing(self, other: Asker | None) -> Asker:
         """Uses the connections that another asker has, if there is one, and leaves them open. Returns this one."""
@@ -153,7 +155,9 @@ class Asker:
         Raises an error that is not a SkyfabError: a bug.
         """
         chosen = self.hosts if hosts is None else hosts
-        return [_outcome(host, found) for host, found in zip(chosen, for_each_host(work, chosen), strict=True)]
+        lines = [self.lines[host.name] for host in chosen]
+        found = for_each_host(work, chosen, lambda: self.soon and not any(line.is_awaited for line in lines))
+        return [_outcome(host, one) for host, one in zip(chosen, found, strict=True)]
 
     def ask_one(self, question: Question[T], host: Host) -> T:
         """Asks one host. Raises a HostError; after a failure the same one for a while, without asking again."""
@@ -189,11 +193,13 @@ class _Line:
         self._waits = Backoff(_PAUSE, _LONGEST, jitter=0.3)
 
     @property
-    def is_idle(self) -> bool:
-        """Whether nothing is open or being opened."""
-        return self._transport is None and not self._lock.locked()
+    def is_awaited(self) -> bool:
+        """Whether something arrives of the answer, or the user is asked for a password."""
+        return TERMINAL.is_busy or (self._frames is not None and time.monotonic() - self._frames.heard < PATIENCE)
 
     def ask(self, question: Question[T], asker: Asker) -> T:
+        if asker.soon and self._lock.locked():
+            raise Unreachable("no response yet", host=self._host.name)
         with self._lock:
             self._asker = asker
             if self._error is not None and time.monotonic() < self._retry_at:
@@ -230,14 +236,11 @@ class _Line:
                 detail = error.message.partition("\n")[0]
                 self._asker.events.emit(HostState(host=self._host.name, state="failed", detail=detail))
             raise
-        self._frames = _Frames(self._host, stream, self._is_over)
+        self._frames = _Frames(self._host, stream, lambda: self._asker.is_over())  # noqa: PLW0108  # there will be others
         if self._asker.is_over():
             raise HostLost("the question was cancelled", host=self._host.name)
         self._asker.events.emit(HostState(host=self._host.name, state="ready"))
         return self._frames
-
-    def _is_over(self) -> bool:
-        return self._asker.is_over()
 
     def _log_in(self) -> Stream:
         host, asker = self._host, self._asker
@@ -305,6 +308,7 @@ class _Frames:
         self.stream = stream
         self.has_replied = False
         """Whether anything of the answer to the last question has arrived."""
+        self.heard = time.monotonic()
         self._has_started = False
         self._host = host
         self._deadline = Deadline(host, float("inf"), stopped)
@@ -342,7 +346,7 @@ class _Frames:
                 raise self._explain() from None
 
     def _parts(self, name: str) -> Iterator[Reply]:
-        heard = beat = time.monotonic()
+        self.heard = beat = time.monotonic()
         while True:
             replies, self._replies = self._replies, []
             for about, data in replies:
@@ -355,13 +359,13 @@ class _Frames:
             try:
                 if not self._reader.pump(self.stream.recv_into):
                     raise self._explain()
-                heard = time.monotonic()
+                self.heard = time.monotonic()
             except ProtocolError as error:
                 error.host = self._host.name
                 raise
             except BlockingIOError:
                 now = time.monotonic()
-                if now - heard > _SILENCE:
+                if now - self.heard > _SILENCE:
                     raise HostLost(f"no response for {_SILENCE:.0f} s", host=self._host.name) from None
                 if now - beat > _HEARTBEAT:
                     beat = now

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Final, TypeVar
 
 from skyfab._util.signals import GuardedCondition
-from skyfab.errors import PoolError, SkyfabError, UsageError
+from skyfab.errors import PoolError, SkyfabError, Unreachable, UsageError
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -23,10 +23,12 @@ class Raised:
 
 _MOST: Final = 256
 """The maximum number of parallel threads. They mostly wait for hosts."""
+PATIENCE: Final = 3.0
+"""Seconds without the end of an action after which `enough` is asked. By default it never is."""
 
 
-def for_each_host(action: Callable[[S], T], items: Sequence[S]) -> list[T | Raised]:
-    """Runs the action for each item and returns the results in order.
+def for_each_host(action: Callable[[S], T], items: Sequence[S], enough: Callable[[], bool] = bool) -> list[T | Raised]:
+    """Runs the action for each item and returns the results in order; Unreachable for what still runs when `enough`.
 
     Uses daemon threads: after a Ctrl-C the program does not wait for them. Signal handlers never interrupt the action.
     """
@@ -50,9 +52,9 @@ def for_each_host(action: Callable[[S], T], items: Sequence[S]) -> list[T | Rais
     with ended:  # a thread whose start is interrupted may never run
         for thread in threads:
             thread.start()
-        while running:
-            ended.wait()
-    return [outcomes[place] for place in range(len(items))]
+        while running and (ended.wait(PATIENCE) or not enough()):
+            pass
+    return [outcomes.get(place, Raised(Unreachable("no response yet"))) for place in range(len(items))]
 
 
 @contextmanager

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import subprocess
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from stage.projects import inventory, skyfab
+from stage.remote import leave, wait_for
+from stage.spot import Spot
 
 import skyfab as sky
+from skyfab.detached.run import attached
 from skyfab.lab import Lab
+from skyfab.session import bootstrap
 
 pytestmark = pytest.mark.lab
 
@@ -18,6 +23,81 @@ pytestmark = pytest.mark.lab
 @pytest.fixture
 def hosts(namespaces: Lab, hosts_of: Callable[..., list[sky.Host]]) -> list[sky.Host]:
     return hosts_of("openssh", 2)
+
+
+def count(go: str) -> None:
+    rank = sky.instance_info().rank
+    print(f"first of {rank}", flush=True)
+    leave(f"{go}.{rank}")
+    wait_for(go, 60)
+    print(f"last of {rank}", flush=True)
+
+
+@pytest.fixture
+def counting(hosts: list[sky.Host], spot: Spot) -> sky.Run:
+    """A run on two hosts that have printed their first lines; the last ones come after ``go``."""
+    with sky.Compute(hosts, ui="none") as pool:
+        run = pool.launch(sky.function(count)(spot / "go"), name="count")
+    for rank in range(2):
+        spot.wait(f"go.{rank}")
+    return run
+
+
+@pytest.fixture
+def hang(namespaces: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Callable[[], None]]]:
+    """Logins at the second host do not end, until the function that it returns is called."""
+    held, rc = (namespaces.hosts[1].path(path) for path in ("/root/held", "/root/.ssh/rc"))
+    monkeypatch.setattr(bootstrap, "CONNECT", 1000.0)
+
+    def begin() -> Callable[[], None]:
+        rc.parent.mkdir(exist_ok=True)
+        rc.write_text("while test -e /root/held; do sleep 0.1; done\n")
+        held.touch()
+        return held.unlink
+
+    yield begin
+    held.unlink(missing_ok=True)
+    rc.unlink()
+
+
+@pytest.mark.parametrize("named", ["count", "id"])
+def test_lines_of_others_are_shown_while_a_login_hangs(
+    counting: sky.Run, hosts: list[sky.Host], spot: Spot, hang: Callable[[], Callable[[], None]], named: str
+) -> None:
+    end = hang()
+    with attached(counting.id if named == "id" else named, hosts, inventory=None, soon=True) as found:
+        assert found.silent == ["node2"]
+        lines = found.lines(follow=True)
+        assert next(lines).text == "first of 0"
+        spot.leave("go")
+        assert next(lines).text == "last of 0", "it is not waited for later either"
+        end()
+        assert [line.text for line in lines] == ["first of 1", "last of 1"], "a slow host is"
+        assert (found.state, found.silent) == ("done", [])
+
+
+def test_lines_of_others_are_shown_while_a_host_is_silent(
+    namespaces: Lab, counting: sky.Run, hosts: list[sky.Host], spot: Spot, cut: Callable[[], None]
+) -> None:
+    with attached("count", hosts, inventory=None, soon=True) as found:
+        lines = found.lines(follow=True)
+        assert sorted([next(lines).text, next(lines).text]) == ["first of 0", "first of 1"]
+        cut()
+        spot.leave("go")
+        assert next(lines).text == "last of 0"
+        namespaces.hosts[1].restore()
+        assert [line.text for line in lines] == ["last of 1"]
+
+
+def test_a_run_that_only_a_slow_host_has_is_waited_for(
+    hosts: list[sky.Host], hang: Callable[[], Callable[[], None]]
+) -> None:
+    with sky.Compute(hosts[1:], ui="none") as pool:
+        run = pool.launch(sky.function(print)("hello"), name="only")
+    end = hang()
+    threading.Timer(4, end).start()
+    with attached("only", hosts, inventory=None, soon=True) as found:
+        assert (found.id, found.silent) == (run.id, [])
 
 
 Ran = Callable[..., subprocess.CompletedProcess[str]]

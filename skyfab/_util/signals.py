@@ -16,10 +16,11 @@ import traceback
 from _signal import getsignal  # type: ignore[import-not-found]  # without enums: 15 times as fast
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 Handler = Callable[[int, FrameType | None], Any]
 
 MAIN: Final = threading.main_thread().ident
@@ -32,6 +33,8 @@ was meant for the main thread, which then does not wake up for its handler."""
 
 _SOON: Final = 0.001
 """Seconds after which a signal comes again whose handler must not raise."""
+_finalizers: Final[set[CodeType]] = set()
+"""The functions that `finalizer` has marked."""
 
 
 class SignalCame(BaseException):
@@ -47,8 +50,9 @@ class SignalGuard:
         self._missed: dict[int, tuple[Handler, FrameType | None]] = {}
         """The signals that came inside a block, each with its handler."""
         self._is_polling = False
-        self.fatal: list[Callable[[FrameType | None], bool]] = []
-        """Whether an exception that a handler raises now would end the process. The frame is the one interrupted."""
+        self.fatal: list[Callable[[FrameType | None], bool]] = [_is_in_finalizer]
+        """Whether an exception that a handler raises now would end the process, or be lost. The frame is the one
+        interrupted."""
         self._users = 0
         self._seen: list[Any] = []
         """The handlers of all signals, as they were when last wrapped."""
@@ -151,6 +155,16 @@ class SignalGuard:
             number = next(iter(self._missed))
             handler, frame = self._missed.pop(number)
             self.handle(handler, number, frame)
+
+
+def finalizer(function: F) -> F:
+    """Marks a function that the garbage collector calls: signals wait for its end. Python ignores what it raises."""
+    _finalizers.add(function.__code__)
+    return function
+
+
+def _is_in_finalizer(frame: FrameType | None) -> bool:
+    return any(found.f_code in _finalizers for found, _ in traceback.walk_stack(frame) if frame)
 
 
 def _send_again(number: int) -> None:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 from skyfab._util.html import ShownAsTable
-from skyfab._util.signals import SIGNAL_GUARD
+from skyfab._util.signals import SIGNAL_GUARD, finalizer
 from skyfab.calls import nesting
 from skyfab.calls.call import (
     Call,
@@ -642,6 +642,7 @@ class Compute(ShownAsTable):
         """Syncs the project's files to every host; returns the tree's digest."""
         return self._sync.digest(self._scheduler.use_tree)
 
+    @finalizer
     def __del__(self) -> None:
         """Closes it on a new thread: the garbage collector may run on any thread, with any lock held."""
         if getattr(self, "_open", False) and not sys.is_finalizing():

@@ -11,6 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
+from skyfab._util.signals import finalizer
 from skyfab.calls.call import Call
 from skyfab.calls.pack import PackedCall, pack_function, pack_streams
 from skyfab.calls.stream import found_in_call
@@ -86,6 +87,7 @@ class Handle(Methods):
         return f"<actor {self._actor.label} on {self._actor.node.name}>"
 
 
+@finalizer
 def _drop(actor: Actor) -> None:
     """Ends it on a new thread: the garbage collector may run on any thread, with any lock held."""
     if actor.is_shared or actor.is_closed:

@@ -19,7 +19,7 @@ from contextlib import suppress
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
 
-from skyfab._util.signals import NAP, SIGNAL_GUARD
+from skyfab._util.signals import NAP, SIGNAL_GUARD, finalizer
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.results import unpack_result
 from skyfab.calls.stream import Values
@@ -328,6 +328,7 @@ class RemoteIterator(Values[T_co]):
 
         await asyncio.to_thread(self.close)
 
+    @finalizer
     def __del__(self) -> None:
         """Closes it on a new thread: the garbage collector may run on any thread, with any lock held."""
         conversation = getattr(self, "conversation", None)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab._util.signals import SignalCame, SignalGuard
+from skyfab._util.signals import SignalCame, SignalGuard, finalizer
 from skyfab.session.fanout import for_each_host
 
 Handler = Callable[[int, FrameType | None], object]
@@ -119,6 +119,24 @@ def test_a_signal_ends_a_poll_and_is_handled_in_the_next_wait(guard: SignalGuard
         guard.allow(lambda: None)
         assert found == [False]
         assert guard.poll(lambda: "read") == "read"
+
+
+def test_what_a_handler_raises_is_not_lost_in_a_finalizer(guard: SignalGuard) -> None:
+    found: list[str] = []
+
+    class Dropped:
+        @finalizer
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+            found.append("finalized")
+
+    signal.signal(signal.SIGUSR1, lambda *_: stop())
+    guard.wrap()
+    dropped = Dropped()
+    with pytest.raises(Stop):  # noqa: PT012
+        del dropped
+        time.sleep(10)
+    assert found == ["finalized"]
 
 
 def on_another_thread(number: int) -> None:

@@ -96,12 +96,13 @@ class LiveLines:
         shown = fitting([line.expandtabs()[: size.columns + 64] for line in live], size.lines - 1)
         if not above and shown == self._drawn:
             return ""
-        erase = "\r\x1b[J" if self._drawn else ""
+        # The program may have printed a part of a line. Then as many spaces as a line has end on the next one.
+        fresh = "" if self._drawn else " " * size.columns
         self._drawn = shown
         # Without line wrapping a line takes one row, whatever the widths of its characters and the window's size.
         rows = "\n".join(f"\x1b[?7l{line}\x1b[?7h" for line in map(_reset, shown))
         back = "" if not shown else "\r" if len(shown) == 1 else f"\r\x1b[{len(shown) - 1}A"
-        return erase + above + rows + back
+        return f"{fresh}\r\x1b[J{above}{rows}{back}"
 
 
 def _reset(line: str) -> str:

@@ -79,6 +79,8 @@ class Tty:
         elif char == "\r":
             self._x = 0
         elif self._x < self._columns or self._wraps:
+            if self._x == self._columns:  # only the next character begins the next row
+                self._char("\n")
             row = self._rows[self._y].ljust(self._x)
             self._rows[self._y] = row[: self._x] + char + row[self._x + 1 :]
             self._x += 1
@@ -355,7 +357,7 @@ def test_lines_on_a_terminal_are_aligned_and_coloured_by_host(screen: Screen, st
     screen.flush()
     assert seen(stdout)[-3:] == ["gpu-node22[1] │ a", "node1[0]      │ b", "node1[0]      │ c"]
     one, two, three = stdout.getvalue().splitlines()[-3:]
-    assert one.startswith("\x1b[32mgpu-node22[1]")
+    assert "\x1b[32mgpu-node22[1]" in one
     assert two.startswith("\x1b[36mnode1[0]")
     assert "\x1b[2m│" in two and "\x1b[31m│" in three
 
@@ -395,6 +397,19 @@ def test_what_the_program_prints_over_a_bar_stays(screen: Screen, stdout: Record
     screen(out("20%", end="\r"))
     screen.flush()
     assert seen(stdout) == ["a line of the program's own", "node1[0] │ 20%"]
+
+
+def test_a_part_of_a_line_that_the_program_has_printed_stays(screen: Screen, stdout: Recorder) -> None:
+    stdout.write("fold 1 ... ")
+    screen(out("10%", end="\r"))
+    screen.flush()
+    assert seen(stdout) == ["fold 1 ...", "node1[0] │ 10%"]
+    screen(out("done"))
+    screen.close()
+    stdout.write("fold 2 ... ")
+    screen(out("a line"))
+    screen.flush()
+    assert seen(stdout) == ["fold 1 ...", "node1[0] │ done", "fold 2 ...", "node1[0] │ a line"]
 
 
 def test_a_long_bar_takes_one_row_and_a_long_line_is_not_cut(screen: Screen, stdout: Recorder) -> None:

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from types import AsyncGeneratorType, CoroutineType
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -82,23 +82,26 @@ def iterated(values: Any) -> Iterator[Any]:
     """The values of a generator; an asynchronous one runs in an event loop of its own."""
     if type(values) is not AsyncGeneratorType:
         return iter(values)
-    return _from_async(values)
-
-
-def _from_async(values: Any) -> Iterator[Any]:
     import asyncio
 
-    loop = asyncio.new_event_loop()
+    def run() -> Iterator[Any]:
+        with closing(asyncio.new_event_loop()) as loop:
+            yield from from_async(values, loop.run_until_complete)
+
+    return run()
+
+
+def from_async(values: Any, run: Callable[[Any], Any]) -> Iterator[Any]:
+    """The values of an asynchronous generator; `run` waits for a coroutine of it."""
     try:
         while True:
             try:
-                value = loop.run_until_complete(values.__anext__())
+                value = run(values.__anext__())
             except StopAsyncIteration:
                 return
             yield value
     finally:
-        loop.run_until_complete(values.aclose())
-        loop.close()
+        run(values.aclose())
 
 
 class Client:

@@ -20,14 +20,17 @@ from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.call import AHEAD, Call, Function
 from skyfab.calls.pack import PackedCall, PackedFunction, pack_function, pack_streams
 from skyfab.calls.results import deliver, unpack_result
-from skyfab.errors import ActorLost, HostLost, ProtocolError, SkyfabError, UsageError
+from skyfab.calls.stream import parameters, streamed
+from skyfab.context import yields
+from skyfab.errors import ActorLost, CallCancelled, HostLost, NotPicklable, ProtocolError, SkyfabError, UsageError
 from skyfab.host.agent.actors import invoke, invoke_all
 from skyfab.pool.feeds import converse
 from skyfab.pool.futures import CallFuture, refuse_to_block
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.streams import Conversation
-from skyfab.protocol import messages
+from skyfab.protocol import codec, messages
 from skyfab.session.replies import Reply
+from skyfab.ui.events import Events
 
 _IN_PROGRESS: Final = 4
 """Messages with submitted calls that may be in progress."""
@@ -57,6 +60,17 @@ class Limits:
                 raise UsageError(f"invalid {name}={value!r}: expected {least} or more")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Common:
+    """What all actors of a pool have in common."""
+
+    plugins: tuple[Any, ...]
+    events: Events
+    untrusted: bool
+    check: Callable[[Sequence[Any]], None]
+    """Raises UsageError for handles of other pools."""
+
+
 @dataclass(slots=True)
 class _Submitted:
     """A call that waits to be sent, or for its reply."""
@@ -70,30 +84,23 @@ class Actor:
     """One actor: its process, and the calls to it. Thread-safe."""
 
     def __init__(
-        self,
-        worker: str,
-        made: PackedCall,
-        place: Place,
-        plugins: tuple[Any, ...],
-        limits: Limits,
-        *,
-        untrusted: bool,
+        self, worker: str, kind: Callable[..., Any], made: PackedCall, place: Place, limits: Limits, common: Common
     ) -> None:
-        """`made` is the call that makes the object. `place` chooses the node and the spec for each new process."""
+        """`made` is the call of `kind`. `place` chooses the node and the spec for each new process."""
         self.label = made.label
         self.worker = worker
-        self.check: Callable[[Sequence[Any]], None] = lambda found: None
-        """Raises UsageError for handles of other pools."""
-        self.generators: Callable[[str], bool] = lambda method: False
-        """Whether a method yields values."""
+        self._kind = kind
+        self._common = common
+        self._methods: dict[str, tuple[bool, frozenset[int | str]]] = {}
+        """Whether a method yields values, and its parameters that are annotated as iterators."""
         self._place = place
         self._made = made
-        self._one = pack_function(INVOKE, plugins)
-        self._several = pack_function(_INVOKE_ALL, plugins)
+        self._one = pack_function(INVOKE, common.plugins)
+        self._several = pack_function(_INVOKE_ALL, common.plugins)
         self._restarts = limits.restarts
         self._most = max(_IN_PROGRESS, 2 * limits.concurrency)
-        self._together = 1 if untrusted or limits.concurrency > 1 else _TOGETHER
-        self.untrusted = untrusted
+        self._together = 1 if common.untrusted or limits.concurrency > 1 else _TOGETHER
+        self.untrusted = common.untrusted
         self._process = os.getpid()
         self.is_closed = False
         self.is_shared = False
@@ -103,7 +110,7 @@ class Actor:
         self.node: Node
         self._spec: WorkerSpec
         self._session: object = None
-        self._generation = 0
+        self.generation = 0
         self._waiting: deque[_Submitted] = deque()
         self._in_progress = 0
         self._answered = 0.0
@@ -119,8 +126,7 @@ class Actor:
         try:
             with SIGNAL_GUARD:
                 reply = self._spawn()
-                self.node.session.read_until_there(reply)
-                self.value(self.label, *reply.wait())
+                self._wait(self.label, reply, "stopped")
         except BaseException:
             self.close()
             raise
@@ -129,7 +135,7 @@ class Actor:
         reply = Reply()
         self.node, self._spec = self._place()
         self._session = self.node.session
-        self._generation = self.node.call(self.worker, self._spec, self._made, caller=reply, store="none")
+        self.generation = self.node.call(self.worker, self._spec, self._made, caller=reply, store="none")
         return reply
 
     def close(self) -> None:
@@ -138,7 +144,7 @@ class Actor:
             return
         with SIGNAL_GUARD, self._lock, suppress(SkyfabError):  # the process of a lost host has ended
             self.is_closed = True
-            if self._generation:
+            if self.generation:
                 self.node.release(self.worker)
 
     def _check(self) -> None:
@@ -149,7 +155,7 @@ class Actor:
             raise UsageError(f"the actor {self.label} has ended", hint="create another one: compute.actor(…)")
         session = self.node.session
         runs = session is self._session and not session.has_ended
-        if runs and self.node.has_worker(self.worker, self._generation):
+        if runs and self.node.has_worker(self.worker, self.generation):
             return
         if not self._restarts:
             raise self.lost("its process has ended")
@@ -173,15 +179,28 @@ class Actor:
             if packed.talks:
                 return self.submit(method, call).result()
             with self._lock:
-                self._check()
                 self._advance(everything=True)
                 self._send(packed, reply)
-            self.node.session.read_until_there(reply)
             try:
-                found = reply.wait()
+                return self._wait(packed.label, reply, f"while the pool is open, {packed.label} continues")
             except HostLost as error:
                 raise self.lost(f"its host is lost: {error.message}") from error
-            return self.value(f"{self.label}.{method}", *found)
+
+    def _wait(self, label: str, reply: Reply, interrupted: str) -> Any:
+        """The result in a reply. `interrupted` is what Ctrl-C says of the call on the host."""
+        ended = self._common.events.call(label, self.node.name)
+        try:
+            with self._common.events.waiting:
+                self.node.session.read_until_there(reply)
+                found = reply.wait()
+            result = self.value(*found, label=label)
+        except BaseException as error:
+            if isinstance(error, KeyboardInterrupt):
+                vars(error)["stopped"] = f"{interrupted} on {self.node.name}"
+            ended(CallCancelled("interrupted") if isinstance(error, KeyboardInterrupt) else error)
+            raise
+        ended(None)
+        return result
 
     def submit(self, method: str, call: Call[Any]) -> CallFuture:
         """Calls a method; returns the future of its result."""
@@ -197,25 +216,36 @@ class Actor:
     def iterate(self, method: str, call: Call[Any]) -> Conversation:
         """Calls a method that yields values."""
         packed = replace(self._packed(method, self._one, call), yields=True, ahead=AHEAD)
-        with SIGNAL_GUARD, self._lock:
-            self._check()
-            self._advance(everything=True)
-            return self._converse(packed)
-
-    def _converse(self, packed: PackedCall) -> Conversation:
+        future = CallFuture()
+        future.label = packed.label
         [conversation] = converse(packed, 1, untrusted=self.untrusted)
-        self._send(packed, _Talk(self, conversation))
+        with SIGNAL_GUARD, self._lock:
+            self._advance(everything=True)
+            self._send(packed, _Group(self, [_Submitted(method, call, future)], conversation))
+            self._in_progress += 1
         return conversation
 
+    def generates(self, method: str) -> bool:
+        """Whether a method yields values."""
+        return self._about(method)[0]
+
+    def _about(self, method: str) -> tuple[bool, frozenset[int | str]]:
+        found = self._methods.get(method)
+        if found is None:
+            fn = getattr(self._kind, method, None)
+            found = self._methods[method] = (yields(fn), parameters(fn))
+        return found
+
     def _packed(self, method: str, function: PackedFunction, call: Call[Any]) -> PackedCall:
-        arguments, found = pack_streams(call)
-        self.check(found)
-        return PackedCall(function=function, arguments=arguments, label=f"{self.label}.{method}", found=found)
+        label, places = f"{self.label}.{method}", self._about(method)[1]
+        if places:  # the method's name has the place of its parameter `self`
+            call = Call(call.function, *streamed(places, call.args, call.kwargs))
+        arguments, found = pack_named(call, label, self._kind, method)
+        self._common.check(found)
+        return PackedCall(function=function, arguments=arguments, label=label, found=found)
 
     def _send(self, packed: PackedCall, caller: Any) -> None:
         self._check()
-        if packed.talks and isinstance(caller, _Group):
-            [caller.conversation] = converse(packed, 1, untrusted=self.untrusted)
         self.node.call(self.worker, self._spec, packed, caller=caller, store="none")
 
     def _advance(self, *, everything: bool = False) -> None:
@@ -225,18 +255,22 @@ class Actor:
             self._in_progress += 1
             sent = _Group(self, group)
             try:
-                self._send(self._packed_group(group), sent)
+                packed = self._packed_group(group)
+                if packed.talks:
+                    [sent.conversation] = converse(packed, 1, untrusted=self.untrusted)
+                self._send(packed, sent)
             except Exception as error:
                 sent.failed(error)
 
     def _packed_group(self, group: list[_Submitted]) -> PackedCall:
-        """The message for several calls; for the first alone if one of them has a stream as an argument."""
+        """The message for several calls; for the first alone if one has a stream, or what cannot be pickled."""
         method = group[0].method
         if len(group) > 1:
             each = [(one.call.args[1:], one.call.kwargs) for one in group]
-            packed = self._packed(method, self._several, _INVOKE_ALL(method, each))
-            if not packed.talks:
-                return packed
+            with suppress(NotPicklable):
+                packed = self._packed(method, self._several, _INVOKE_ALL(method, each))
+                if not packed.talks:
+                    return packed
             self._waiting.extendleft(reversed(group[1:]))
             del group[1:]
         return self._packed(method, self._one, group[0].call)
@@ -262,7 +296,7 @@ class Actor:
             self._in_progress -= 1
             self._advance()
 
-    def value(self, label: str, message: messages.Message, buffers: list[memoryview]) -> Any:
+    def value(self, message: messages.Message, buffers: list[memoryview], *, label: str, **_: object) -> Any:
         """The result in a reply. Raises what the call raised, or ActorLost."""
         if isinstance(message, messages.Ended) and message.why in ("died", "unstarted", "cancelled"):
             raise self.lost(message.text or "its process has ended")
@@ -270,64 +304,37 @@ class Actor:
         return unpack_result(message, buffers, host=host, rank=None, label=label, untrusted=untrusted)
 
 
-class _Talk(Reply):
-    """A call with which values are exchanged: the `Caller` of the actor's node."""
-
-    __slots__ = ("_actor", "_conversation")
-
-    def __init__(self, actor: Actor, conversation: Conversation) -> None:
-        super().__init__()
-        self._actor = actor
-        self._conversation = conversation
-
-    def sent(self, stream: int) -> None:
-        super().sent(stream)
-        self._conversation.begin(self._actor.node, self._actor.worker, stream)
-
-    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        self._conversation.yielded(message, buffers)
-
-    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        try:
-            self._actor.value(self._conversation.future.label, message, buffers)
-        except Exception as error:
-            self._conversation.end(error)
-        else:
-            self._conversation.end(None)
-
-    def failed(self, error: Exception) -> None:
-        self._conversation.end(self._actor.lost(str(error)) if isinstance(error, HostLost) else error)
-
-
 class _Group(Reply):
     """Calls in one message: the `Caller` of the actor's node."""
 
     __slots__ = ("_actor", "_began", "_calls", "conversation")
 
-    def __init__(self, actor: Actor, calls: Sequence[_Submitted]) -> None:
+    def __init__(self, actor: Actor, calls: Sequence[_Submitted], conversation: Conversation | None = None) -> None:
         super().__init__()
         self._actor = actor
         self._calls = calls
         self._began = time.monotonic()
-        self.conversation: Conversation | None = None
-        """Sends the streams among the arguments."""
+        self.conversation = conversation
+        """The exchanges with a single call: the values that it yields, and the streams among its arguments."""
 
     def sent(self, stream: int) -> None:
         super().sent(stream)
         if self.conversation is not None:
             self.conversation.begin(self._actor.node, self._actor.worker, stream)
 
+    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        assert self.conversation is not None
+        self.conversation.yielded(message, buffers)
+
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
         method, label = self._calls[0].method, self._calls[0].future.label
-        if self.conversation is not None:
-            self.conversation.end(None)
         if len(self._calls) == 1:
             self._actor.answered(method, self._began, None, 1)
             self._deliver(self._calls[0], message, buffers)
             return
         seconds = None
         try:
-            seconds, found = self._actor.value(label, message, buffers)
+            seconds, found = self._actor.value(message, buffers, label=label)
             replies = [_reply(one) for one in found]
             if len(replies) != len(self._calls):
                 raise ProtocolError("invalid reply to an actor's calls", host=self._actor.node.name)
@@ -341,20 +348,32 @@ class _Group(Reply):
     def failed(self, error: Exception) -> None:
         if isinstance(error, HostLost):
             error = self._actor.lost(f"its host is lost: {error.message}")
-        if self.conversation is not None:
-            self.conversation.end(error)
         self._actor.answered(self._calls[0].method, self._began, None, 1)
         for one in self._calls:
-            one.future.settle(None, error)
+            self._settle(one, None, error)
 
     def _deliver(self, one: _Submitted, message: messages.Message, buffers: list[memoryview]) -> None:
-        unpack = functools.partial(_unpack, self._actor)
         about = {"host": self._actor.node.name, "rank": None, "label": one.future.label}
-        deliver(one.future.settle, message, buffers, unpack=unpack, **about)
+        deliver(functools.partial(self._settle, one), message, buffers, unpack=self._actor.value, **about)
+
+    def _settle(self, one: _Submitted, result: Any, error: Exception | None) -> None:
+        if self.conversation is not None:
+            self.conversation.end(error)
+        one.future.settle(result, error)
 
 
-def _unpack(actor: Actor, message: messages.Message, buffers: list[memoryview], **about: Any) -> Any:
-    return actor.value(about["label"], message, buffers)
+def pack_named(call: Call[Any], label: str, kind: Any, method: str) -> tuple[codec.Payload, tuple[Any, ...]]:
+    """As `pack_streams`, for a call of `invoke` or `construct`. NotPicklable names the parameter of the method."""
+    try:
+        return pack_streams(call)
+    except NotPicklable:
+        _, args, kwargs = call.args if method == "__init__" else (method, call.args[1:], call.kwargs)
+        code = getattr(getattr(kind, method, None), "__code__", None)
+        names = code.co_varnames[1 : code.co_argcount] if code and code.co_varnames[:1] == ("self",) else ()
+        function = Function(invoke)
+        function.label = label
+        pack_streams(Call(function, args[len(names) :], dict(zip(names, args, strict=False)) | kwargs))
+        raise
 
 
 def _reply(found: Any) -> tuple[messages.Message, list[memoryview]]:

@@ -182,7 +182,7 @@ class Compute(ShownAsTable):
         self._nodes = Nodes(self._images, Workdirs(workdir), timing, self.events, self._scheduler, self._sync)
         self._broadcasts = Broadcasts(self._images, ranks, self._nodes.job, timing, self.events, untrusted=untrusted)
         self._devices = Devices(self._nodes.solo_spec, self._images.plugins, self.events, untrusted=untrusted)
-        self._actors = Actors(self._nodes.solo_spec, self._images.plugins, untrusted=untrusted)
+        self._actors = Actors(self._nodes.solo_spec, self._images.plugins, self.events, untrusted=untrusted)
         self.files = Files(self._nodes.solo_spec, self.events)
         self._forwards = Forwards(self.events)
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()
@@ -239,7 +239,7 @@ class Compute(ShownAsTable):
         self.hosts = tuple(nodes)
         for node in nodes:
             node.open_device = weakref.WeakMethod(self.device)
-            node.on_found = self._actors.serve
+            node.on_found = self._actors.on_found
         self._scheduler.open(nodes, self._nodes.solo_spec)
         self._broadcasts.open()
         self._sync.open(self.hosts)

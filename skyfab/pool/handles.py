@@ -6,24 +6,25 @@ import functools
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 from skyfab._util.signals import finalizer
+from skyfab._util.suggest import nearest
 from skyfab.calls.call import Call
-from skyfab.calls.pack import PackedCall, pack_function, pack_streams
+from skyfab.calls.pack import PackedCall, pack_function
 from skyfab.calls.stream import found_in_call
-from skyfab.context import yields
 from skyfab.errors import HostLost, SkyfabError, UsageError
-from skyfab.host.agent.actors import UNPICKLING, Methods, handle
-from skyfab.pool.actor import INVOKE, Actor, Limits
+from skyfab.host.agent.actors import Methods, RemoteHandle
+from skyfab.pool.actor import INVOKE, Actor, Common, Limits, pack_named
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.streams import RemoteIterator
 from skyfab.protocol import codec, messages
 from skyfab.session.replies import Reply
+from skyfab.ui.events import Events
 
 
 class Method:
@@ -37,13 +38,13 @@ class Method:
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         call = INVOKE(self._name, *args, **kwargs)
-        if self._actor.generators(self._name):
+        if self._actor.generates(self._name):
             return RemoteIterator(self._actor.iterate(self._name, call), self._handle)
         return self._actor.call(self._name, call)
 
     def submit(self, /, *args: Any, **kwargs: Any) -> CallFuture:
         """Calls the method; returns the future of its result."""
-        if self._actor.generators(self._name):
+        if self._actor.generates(self._name):
             hint = f"call handle.{self._name}(…), which returns an iterator immediately"
             raise UsageError(f"submit cannot call {self._actor.label}.{self._name}: it is a generator", hint=hint)
         future = self._actor.submit(self._name, INVOKE(self._name, *args, **kwargs))
@@ -81,7 +82,7 @@ class Handle(Methods):
             raise TypeError('an actor cannot be passed to untrusted hosts (results="data")')
         found_in_call(self)
         self._actor.is_shared = True
-        return handle, (self._actor.worker, self._actor.label)
+        return RemoteHandle, (self._actor.worker, self._actor.label)
 
     def __repr__(self) -> str:
         return f"<actor {self._actor.label} on {self._actor.node.name}>"
@@ -99,12 +100,11 @@ class Actors:
     """The actors of a pool."""
 
     def __init__(
-        self, spec_of: Callable[[Node, str], WorkerSpec], plugins: tuple[Any, ...], *, untrusted: bool
+        self, spec_of: Callable[[Node, str], WorkerSpec], plugins: tuple[Any, ...], events: Events, *, untrusted: bool
     ) -> None:
         """`spec_of` returns the spec of a solo worker on a node."""
         self._spec_of = spec_of
-        self._plugins = plugins
-        self._untrusted = untrusted
+        self._common = Common(plugins=plugins, events=events, untrusted=untrusted, check=self.check)
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._served: set[tuple[object, str, int]] = set()
@@ -115,20 +115,18 @@ class Actors:
     def make(self, made: Call[Any], nodes: Sequence[Node], tree: Callable[[], str], limits: Limits) -> Handle:
         """Starts an actor on one of the nodes, and waits until `made` has made its object. Raises what that raises."""
         limits.check()
-        kind = made.args[0]
+        kind, _, options = made.args
         if not callable(kind):
             raise TypeError(f"not a class: {kind!r:.80}")
         label = getattr(kind, "__qualname__", repr(kind)).replace("<locals>.", "")
+        _check_options(kind, label, options)
         worker = f"actor.{next(self._numbers)}"
         place = functools.partial(self._place, worker, nodes, tree, limits, label)
-        arguments, found = pack_streams(made)
+        arguments, found = pack_named(made, label, kind, "__init__")
         self.check(found)
-        packed = PackedCall(
-            function=pack_function(made.function, self._plugins), arguments=arguments, label=label, found=found
-        )
-        actor = Actor(worker, packed, place, self._plugins, limits, untrusted=self._untrusted)
-        actor.check = self.check
-        actor.generators = lambda method: yields(getattr(kind, method, None))
+        function = pack_function(made.function, self._common.plugins)
+        packed = PackedCall(function=function, arguments=arguments, label=label, found=found)
+        actor = Actor(worker, kind, packed, place, limits, self._common)
         self._actors[worker] = (actor, nodes[0], ())
         actor.start()
         return Handle(actor)
@@ -140,11 +138,16 @@ class Actors:
             if actor is not None and self._actors.get(actor.worker, (None,))[0] is not actor:
                 raise UsageError(f"{one!r} belongs to another pool", hint="pass it to functions of its own pool")
 
-    def serve(self, node: Node, worker: str, generation: int, found: Sequence[Any]) -> None:
-        """Once a process has a handle, passes its calls on to actors."""
-        if any(isinstance(one, Handle) for one in found) and (node.session, worker, generation) not in self._served:
+    def on_found(self, node: Node, worker: str, generation: int, found: Sequence[Any]) -> None:
+        """A call with these streams and handles in its arguments was sent to a process."""
+        if any(isinstance(one, Handle) for one in found):
+            self.serve(node, worker, generation)
+
+    def serve(self, node: Node, worker: str, generation: int) -> None:
+        """Passes the calls of a process, which has a handle, on to actors."""
+        if (node.session, worker, generation) not in self._served:
             self._served.add((node.session, worker, generation))
-            _Server(self.find, node, worker).ask()
+            _Server(self, node, worker).ask()
 
     def find(self, worker: str) -> Actor:
         """The actor of a handle that a host has."""
@@ -195,19 +198,32 @@ class Actors:
         self._actors.clear()
 
 
+def _check_options(kind: Any, label: str, options: Mapping[str, Any]) -> None:
+    """Raises UsageError for an option that the class does not have, and that is close to one of ours."""
+    import inspect  # slow to import
+
+    try:
+        known = inspect.signature(kind).parameters
+    except (TypeError, ValueError):  # a built-in class has none
+        return
+    unknown = set() if any(one.kind is one.VAR_KEYWORD for one in known.values()) else options.keys() - known
+    for name in unknown:
+        if near := nearest(name, ("on", "gpus", "concurrency", "restarts")):
+            raise UsageError(f"neither actor() nor {label} has an option {name}=", hint=f"did you mean {near}=?")
+
+
 class _Server:
     """Calls actors for functions on a host. When a call arrives, it asks their process for the next one."""
 
-    def __init__(self, find: Callable[[str], Actor], node: Node, worker: str) -> None:
-        self._find = find
+    def __init__(self, actors: Actors, node: Node, worker: str) -> None:
+        self._actors = actors
         self._session = node.session
         self._worker = worker
-        self._asked = Reply()
         self._iterators: dict[int, RemoteIterator[Any]] = {}
         """Those of methods that yield, by the number of the call; until they end, are closed, or the process ends."""
 
     def ask(self) -> None:
-        self._asked = asked = Reply(lambda: self._arrived(asked))
+        asked = Reply(lambda: self._arrived(asked))
         with suppress(SkyfabError):  # the host is lost, and the process with it
             self._exchange("next", asked)
 
@@ -224,12 +240,11 @@ class _Server:
                 threading.Thread(target=self._serve, args=(buffers,), daemon=True).start()
                 self.ask()
                 return
-        for values in self._iterators.values():  # the process has ended
+        for values in list(self._iterators.values()):  # the process has ended
             values.conversation.close(wait=False)
 
     def _serve(self, buffers: list[memoryview]) -> None:
         """On a thread of its own."""
-        UNPICKLING.handle = lambda worker, label: Handle(self._find(worker))
         number, worker, method, about = codec.loads(buffers[0], buffers[1:])
         try:
             outcome = self._call(number, worker, method, *about) if worker else self._next(method, *about)
@@ -242,11 +257,13 @@ class _Server:
             self._exchange("give", Reply(), parts, number=number, count=1)
 
     def _call(self, number: int, worker: str, method: str, args: Any, kwargs: Any) -> tuple[str, Any]:
-        actor, call = self._find(worker), INVOKE(method, *args, **kwargs)
-        if not actor.generators(method):
-            return "returned", actor.submit(method, call).result()
-        self._iterators[number] = RemoteIterator(actor.iterate(method, call))
-        return "yields", number
+        actor, call = self._actors.find(worker), INVOKE(method, *args, **kwargs)
+        if actor.generates(method):
+            self._iterators[number] = RemoteIterator(actor.iterate(method, call))
+            return "yields", number
+        future = actor.submit(method, call)
+        self._actors.serve(actor.node, worker, actor.generation)  # a handle may be among the arguments
+        return "returned", future.result()
 
     def _next(self, what: str, number: int) -> tuple[str, Any]:
         """The next value of an iterator; or closes it."""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import queue
+import random
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -402,3 +405,223 @@ def test_an_asynchronous_method_that_is_interrupted_leaves_the_event_loop_runnin
 def test_an_asynchronous_method_that_exits_ends_as_any_other(compute: sky.Compute) -> None:
     with compute.actor(Account) as account, pytest.raises(sky.SkyfabError, match="3"):
         account.leave("exit")
+
+
+# ---- errors that name what is wrong
+
+
+def test_a_misspelled_option_is_named(compute: sky.Compute) -> None:
+    with pytest.raises(sky.UsageError, match=r"nor Account has an option concurency=") as raised:
+        compute.actor(Account, concurency=2)
+    assert raised.value.hint == "did you mean concurrency=?"
+
+    class Sized:
+        def __init__(self, gpu: int = 0, **options: int) -> None:
+            self.found = gpu, options
+
+        def all(self) -> Any:
+            return self.found
+
+    with compute.actor(Sized, gpu=3, restart=4) as sized, compute.actor(dict, restart=5) as shared:
+        assert (sized.all(), shared["restart"]) == ((3, {"restart": 4}), 5)
+
+
+def test_an_argument_that_cannot_be_pickled_is_named(compute: sky.Compute) -> None:
+    lock = threading.Lock()
+    with compute.actor(Account) as account:
+        for call in (
+            lambda: account.add(lock),
+            lambda: account.add(amount=lock),
+            lambda: account.add.submit(lock).result(),
+        ):
+            with pytest.raises(sky.NotPicklable, match=r"argument 'amount' of Account\.add, a lock,"):
+                call()
+        with pytest.raises(sky.NotPicklable, match=r"argument 1 of Account\.add, a lock,"):
+            account.add(1, lock)
+        with pytest.raises(sky.NotPicklable, match="argument 'balance' of Account, a lock,"):
+            compute.actor(Account, lock)
+        assert account.add() == 1
+
+
+def test_one_argument_that_cannot_be_pickled_fails_its_own_call_only(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account:
+        wait([account.note.submit(number) for number in range(200)])  # from here on, calls are sent together
+        wait(futures := [account.note.submit(threading.Lock() if number == 50 else number) for number in range(100)])
+        assert [number for number, future in enumerate(futures) if future.exception() is not None] == [50]
+
+
+def test_iterators_for_annotated_parameters_are_streams(compute: sky.Compute) -> None:
+    with compute.actor(Shop) as shop:
+        assert shop.summed(number for number in range(500)) == sum(range(500))
+        wait(futures := [shop.summed.submit(iter(range(number))) for number in range(50)])
+        assert [future.result() for future in futures] == [sum(range(number)) for number in range(50)]
+
+
+# ---- waiting
+
+
+class Slow:
+    def __init__(self, path: str = "", seconds: float = 0.0) -> None:
+        if path and Path(path).exists():
+            raise ValueError("only once")
+        time.sleep(seconds)
+        if path:
+            Path(path).touch()
+        self.count = 0
+
+    def nap(self, seconds: float) -> int:
+        time.sleep(seconds)
+        self.count += 1
+        return self.count
+
+    def pid(self) -> int:
+        return os.getpid()
+
+
+def test_calls_that_are_waited_for_are_events() -> None:
+    with sky.Compute("local", ui="none") as pool:
+        seen: list[str] = []
+        was_waiting: list[bool] = []
+
+        def note(event: Any) -> None:
+            if type(event).__name__ in ("CallStarted", "CallEnded"):
+                seen.append(str(event).partition(" after")[0])
+                was_waiting.append(bool(pool.events.waiting))
+
+        pool.events.subscribe(note)
+        with pool.actor(Slow) as slow:
+            slow.nap(0)
+            with pytest.raises(TypeError):
+                slow.nap("x")
+        assert seen == [
+            "local: Slow started",
+            "local: Slow done",
+            "local: Slow.nap started",
+            "local: Slow.nap done",
+            "local: Slow.nap started",
+            "local: Slow.nap raised TypeError",
+        ]
+
+
+def interrupt_soon(seconds: float = 0.3) -> threading.Timer:
+    timer = threading.Timer(seconds, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
+    timer.start()
+    return timer
+
+
+def test_ctrl_c_says_what_becomes_of_the_call(compute: sky.Compute) -> None:
+    with compute.actor(Slow) as slow:
+        interrupt_soon()
+        with pytest.raises(KeyboardInterrupt) as raised:
+            slow.nap(1.5)
+        assert vars(raised.value)["stopped"] == "while the pool is open, Slow.nap continues on local"
+        assert slow.nap(0) == 2
+        interrupt_soon()
+        with pytest.raises(KeyboardInterrupt) as raised:
+            compute.actor(Slow, "", 60)
+        assert vars(raised.value)["stopped"] == "stopped on local"
+
+
+# ---- losses
+
+
+def test_a_constructor_that_fails_in_a_restart_is_the_error_of_calls(compute: sky.Compute, tmp_path: Path) -> None:
+    with compute.actor(Slow, str(tmp_path / "made"), restarts=2) as slow:
+        os.kill(slow.pid(), signal.SIGKILL)
+        until(lambda: _error_of(slow) is ValueError)
+        assert _error_of(slow) is ValueError
+        (tmp_path / "made").unlink()
+        assert _error_of(slow) is ValueError, "the process that failed has no object"
+
+
+def _error_of(slow: Any) -> type | None:
+    try:
+        slow.nap(0)
+    except Exception as error:
+        return type(error)
+    return None
+
+
+def test_a_result_is_awaited(compute: sky.Compute) -> None:
+    async def main(account: Any) -> list[int]:
+        assert await account.add.submit(5) == 5
+        with pytest.raises(TypeError):
+            await account.add.submit("x")
+        return await asyncio.gather(*(account.add.submit() for _ in range(50)))
+
+    with compute.actor(Account) as account:
+        assert asyncio.run(main(account)) == list(range(6, 56))
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_process_is_killed_while_calls_wait(compute: sky.Compute, restarts: int) -> None:
+    with compute.actor(Slow, restarts=restarts) as slow:
+        pid = slow.pid()
+        first = slow.nap.submit(60)
+        rest = [slow.nap.submit(0) for _ in range(100)]
+        os.kill(pid, signal.SIGKILL)
+        left = wait([first, *rest], timeout=60).not_done
+        assert not left and isinstance(first.exception(), sky.ActorLost)
+        lost = [future for future in rest if isinstance(future.exception(), sky.ActorLost)]
+        assert rest[: len(lost)] == lost, "the later ones run in the new process, in their order"
+        assert [future.result() for future in rest[len(lost) :]] == list(range(1, 101 - len(lost)))
+        assert bool(restarts) == (len(lost) < 100)
+
+
+class Interrupted(Exception):
+    pass
+
+
+@contextlib.contextmanager
+def interrupts(chance: random.Random, longest: float) -> Iterator[None]:
+    """The main thread gets signals at random times; their handler raises Interrupted."""
+    over = threading.Event()
+
+    def handler(*_: object) -> None:
+        raise Interrupted
+
+    def send() -> None:
+        while not over.wait(chance.uniform(0, longest)):
+            signal.pthread_kill(MAIN, signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        while True:
+            try:
+                over.set()
+                thread.join()
+                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+                break
+            except Interrupted:
+                continue
+        signal.signal(signal.SIGUSR1, before)
+
+
+MAIN = threading.main_thread().ident or 0
+
+
+def test_threads_call_an_actor_while_the_main_thread_is_interrupted(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account:
+        found: list[int] = []
+        threads = [
+            threading.Thread(target=lambda: [found.append(account.add()) for _ in range(100)] and None)
+            for _ in range(8)
+        ]
+        own = 0
+        with interrupts(random.Random(1), 0.02):
+            for thread in threads:
+                while not thread.is_alive() and thread.ident is None:
+                    with contextlib.suppress(Interrupted):
+                        thread.start()
+            while any(thread.is_alive() for thread in threads):
+                with contextlib.suppress(Interrupted):
+                    own += 1
+                    account.add()
+                    account.add.submit(0).result()
+        total = account.add(0)
+        assert len(found) == len(set(found)) == 800, "each call has its own result"
+        assert 800 <= total <= 800 + own

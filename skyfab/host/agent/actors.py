@@ -13,7 +13,7 @@ from skyfab.protocol import codec
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from asyncio import AbstractEventLoop
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from concurrent.futures import Future
     from typing import Any
 
@@ -60,7 +60,7 @@ def _settled(result: Any) -> Any:
     if isinstance(result, CoroutineType):
         return _await(result)
     if isinstance(result, AsyncGeneratorType):
-        return _from_async(result)
+        return context.from_async(result, _await)
     return result
 
 
@@ -84,18 +84,6 @@ async def _caught(coroutine: Any) -> tuple[Any, BaseException | None]:
         return await coroutine, None
     except (KeyboardInterrupt, SystemExit) as error:
         return None, error
-
-
-def _from_async(values: Any) -> Iterator[Any]:
-    try:
-        while True:
-            try:
-                value = _await(values.__anext__())
-            except StopAsyncIteration:
-                return
-            yield value
-    finally:
-        _await(values.aclose())
 
 
 def invoke_all(name: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> tuple[float, list[Any]]:
@@ -169,24 +157,10 @@ class RemoteHandle(Methods):
         return RemoteMethod(self._actor, self._label, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return handle, (self._actor, self._label)
+        return RemoteHandle, (self._actor, self._label)
 
     def __repr__(self) -> str:
         return f"<actor {self._label}>"
-
-
-class _Unpickling(threading.local):
-    """What handles are unpickled as, on this thread. The client has handles of its own."""
-
-    handle: Callable[[str, str], Any] = RemoteHandle
-
-
-UNPICKLING = _Unpickling()
-
-
-def handle(actor: str, label: str) -> Any:
-    """Pickles of handles refer to this function."""
-    return UNPICKLING.handle(actor, label)
 
 
 class RemoteMethod:
@@ -201,17 +175,11 @@ class RemoteMethod:
 
     def submit(self, /, *args: Any, **kwargs: Any) -> Future[Any]:
         """Calls the method; returns the future of its result."""
-        from concurrent.futures import Future
+        from concurrent.futures import ThreadPoolExecutor
 
-        future: Future[Any] = Future()
-
-        def run() -> None:
-            try:
-                future.set_result(self(*args, **kwargs))
-            except BaseException as error:
-                future.set_exception(error)
-
-        threading.Thread(target=run, daemon=True).start()
+        thread = ThreadPoolExecutor(1)
+        future = thread.submit(self, *args, **kwargs)
+        thread.shutdown(wait=False)  # it ends when the call has
         return future
 
     def __repr__(self) -> str:

@@ -111,7 +111,7 @@ def test_a_message_of_troubleshooting_is_in_the_source(message: str) -> None:
 def test_troubleshooting_names_every_kind_of_error_that_a_host_or_call_has() -> None:
     page = (DOCS / "troubleshooting.md").read_text()
     kinds = {"Unreachable", "AuthenticationRefused", "HostKeyRefused", "HostUnfit", "PeersUnreachable", "HostLost"}
-    kinds |= {"NotPicklable", "WorkerDied", "DeviceError", "UntrustedResult", "CallTimeout", "UsageError"}
+    kinds |= {"NotPicklable", "WorkerDied", "DeviceError", "UntrustedResult", "CallTimeout", "UsageError", "ActorLost"}
     assert [kind for kind in sorted(kinds) if f"`{kind}`" not in page] == []
 
 

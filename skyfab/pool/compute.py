@@ -487,7 +487,7 @@ class Compute(ShownAsTable):
             raise not_a_function(function)
         fn = as_function(function)
         if fn.yields:
-            hint = f"sky.gather(*({fn.label}(item) for item in items)) runs them in parallel"
+            hint = f"sky.gather(*({fn.label}(item) for item in items)) >> compute runs them in parallel"
             raise UsageError(f"map cannot call {fn.label}: it is a generator function", hint=hint)
         calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
         packed = pack_function(fn, self._images.plugins)

@@ -188,7 +188,7 @@ class Actors:
         have = f"none of the {len(nodes)} hosts has" if len(nodes) > 1 else f"{nodes[0].name} does not have"
         return UsageError(
             f"{have} {gpus} free {'GPU' if gpus == 1 else 'GPUs'} for the actor {label}",
-            hint=f"a host has {most} GPUs" + ("; other actors use some: end one (with …)" if most >= gpus else ""),
+            hint="other actors use some: end one (with …)" if most >= gpus else f"gpus= can be at most {most}",
         )
 
     def close(self) -> None:

@@ -152,10 +152,8 @@ def named(nodes: Sequence[Node], name: str) -> Node:
     for node in nodes:
         if name in (node.name, "one", "head"):
             return node
-    names = ", ".join(node.name for node in nodes)
-    if name == "all":
-        raise UsageError("on='all' is not one host", hint=f'on is "head" or one of: {names}')
-    raise UsageError(f"no host {name!r} in this pool", hint=f'on is "one", "all", "head" or one of: {names}')
+    what = "on='all' is not one host" if name == "all" else f"no host {name!r} in this pool"
+    raise UsageError(what, hint=f'on is "head" or one of: {", ".join(node.name for node in nodes)}')
 
 
 def open_all(

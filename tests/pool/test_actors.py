@@ -181,8 +181,12 @@ def test_gpus_are_given_to_one_actor_at_a_time() -> None:
     with sky.Compute([host], ui="none") as pool:
         first, second = pool.actor(Account, gpus=1), pool.actor(Account, gpus=1)
         assert [first.gpus(), second.gpus()] == ["0", "1"]
-        with pytest.raises(sky.UsageError, match="1 free GPU"):
+        with pytest.raises(sky.UsageError, match="1 free GPU") as raised:
             pool.actor(Account, gpus=1)
+        assert raised.value.hint == "other actors use some: end one (with …)"
+        with pytest.raises(sky.UsageError, match="box does not have 3 free GPUs") as raised:
+            pool.actor(Account, gpus=3)
+        assert raised.value.hint == "gpus= can be at most 2"
         with first:
             pass
         assert pool.actor(Account, gpus=1).gpus() == "0"
@@ -343,8 +347,9 @@ def test_an_actor_that_is_dropped_ends(compute: sky.Compute) -> None:
 def test_invalid_options(compute: sky.Compute) -> None:
     with pytest.raises(sky.UsageError, match="concurrency"):
         compute.actor(Account, concurrency=0)
-    with pytest.raises(sky.UsageError, match="no host 'nowhere'"):
+    with pytest.raises(sky.UsageError, match="no host 'nowhere'") as raised:
         compute.actor(Account, on="nowhere")
+    assert raised.value.hint == 'on is "head" or one of: local'
 
 
 def test_a_generator_that_is_closed_before_it_begins_leaves_the_actor_alone(compute: sky.Compute) -> None:

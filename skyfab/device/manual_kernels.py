@@ -44,6 +44,7 @@ def kernels() -> dict[str, Callable[..., Any]]:
         # PyTorch asks before it makes a nested one
         "_nested_tensor_from_mask_left_aligned": lambda padded, mask: False,
         "_local_scalar_dense": _item,
+        "histc": _histc,
         "resize_": _resize,
         "set_.source_Storage_storage_offset": _like_cpu(_aten.set_.source_Storage_storage_offset),
         "set_.source_Tensor": _like_cpu(_aten.set_.source_Tensor),
@@ -271,3 +272,13 @@ def fill(result: torch.Tensor, buffers: Sequence[memoryview]) -> None:
 
 def _item(self: torch.Tensor) -> Any:
     return fetch(self).item()
+
+
+_histc_kernel: Final = make_kernel(_aten.histc.default)
+
+
+def _histc(self: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:  # noqa: A002
+    """CPUs count only floating-point numbers; programs that see a device other than the CPU count integers."""
+    if stream_of(self).device == "cpu" and not self.is_floating_point():
+        return _histc_kernel(self.double(), bins, min, max).to(self.dtype)
+    return _histc_kernel(self, bins, min, max)

@@ -427,6 +427,14 @@ def test_attention(device: Any, causal: bool) -> None:
     agree(program, device)
 
 
+def test_integers_are_counted_where_a_cpu_refuses(device: Any) -> None:
+    """As on GPUs: models with experts count so wherever the device is not this machine's CPU."""
+    chosen = torch.tensor([0, 2, 2, 3, 2], dtype=torch.int32)
+    counts = torch.histc(chosen.to(device), bins=4, min=0, max=3)
+    assert counts.dtype is torch.int32
+    assert counts.tolist() == chosen.bincount(minlength=4).tolist()
+
+
 @agrees
 def test_transformers(where: Any) -> Any:
     model = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True).to(where)

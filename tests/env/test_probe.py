@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from stage.spot import until
 
 from skyfab.env import probe
-from skyfab.env.facts import Facts, Program
+from skyfab.env.facts import Facts, Program, Target
 from skyfab.lab import Lab, LabHost
 
 SHELLS = {"dash": ["dash"], "bash": ["bash"], "ksh": ["ksh"], "mksh": ["mksh"], "busybox": ["busybox", "sh"], "zsh": []}
@@ -427,3 +427,12 @@ def test_at_most_64_of_anything_are_read() -> None:
     lines = [f"python {n} 3.12.{n} /p{n}\nindex http://{n}/" for n in range(500)]
     facts = probe.parse("\n".join(lines))
     assert len(facts.pythons) == len(facts.reachable) == 64
+
+
+@pytest.mark.parametrize(
+    ("driver", "rocm", "is_plain"),
+    [("", "", True), ("550.54.15", "", False), ("9.1", "", False), ("[N/A]", "", True), ("", "6.2", False)],
+)
+def test_a_target_without_a_driver_is_plain(driver: str, rocm: str, is_plain: bool) -> None:
+    target = Target(system="Linux", arch="x86_64", libc="glibc 2.36", python="3.11", driver=driver, rocm=rocm)
+    assert target.is_plain is is_plain

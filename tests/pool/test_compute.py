@@ -79,6 +79,13 @@ def test_a_pool_that_is_dropped_closes_itself_and_says_so(host: sky.Host) -> Non
     gc.collect()
 
 
+def test_a_pool_shows_the_names_of_eight_hosts() -> None:
+    hosts = [sky.Host(name=f"node{number}") for number in range(9)]
+    eight = ", ".join(f"node{number}" for number in range(8))
+    assert repr(sky.Compute(hosts[:8], ui="none")) == f"<Compute {eight}: not open>"
+    assert repr(sky.Compute(hosts, ui="none")) == f"<Compute {eight}, …: not open>"
+
+
 def test_a_pool_over_connections_that_are_there(host: sky.Host) -> None:
     pool = sky.Compute([host], ui="none")
     with Asker([host], pool.inventory) as asker:
@@ -86,6 +93,7 @@ def test_a_pool_over_connections_that_are_there(host: sky.Host) -> None:
         with pool.over(asker) as opened:
             assert opened is pool
             assert double(2) >> pool == 4
+            assert asker.take(host) is None, "the pool has it"
     with pool:
         assert double(3) >> pool == 6, "the next time over new ones"
 

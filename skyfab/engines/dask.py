@@ -14,6 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from skyfab._util.certificate import new_certificate
+from skyfab._util.sizes import counted
 from skyfab.errors import HostUnfit, SkyfabError, UsageError
 from skyfab.host.dask_host import LOOPBACK, DaskHost, security
 from skyfab.ui.events import Notice
@@ -40,6 +41,7 @@ def cluster(
         if count is not None and (type(count) is not int or count < 1):
             raise UsageError(f"invalid {option}={count!r}: expected 1 or more")
     certificate, key = _certificate()
+    pool.events.emit(Notice(host=nodes[0].name, text=f"starting Dask on {counted(len(nodes), 'host')}"))
     head, secret = nodes[0], secrets.token_urlsafe(16)
     with ExitStack() as stack, ThreadPoolExecutor(len(nodes), "skyfab-dask") as several:
 

@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Final, TypeVar
 
+from skyfab._util.sizes import counted
 from skyfab.calls.call import Call
 from skyfab.errors import SkyfabError, UsageError
 from skyfab.host.ray_node import RayNode
@@ -85,6 +86,7 @@ class RayCluster:
 
     def _start(self, running: ExitStack) -> str:
         nodes = [node for node in self._pool.hosts if node.lost is None]
+        self._pool.events.emit(Notice(host=nodes[0].name, text=f"starting Ray on {counted(len(nodes), 'host')}"))
         addresses = self._addresses(nodes)
         self.token = secrets.token_hex(32)
         env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}

@@ -121,7 +121,7 @@ class Broadcasts:
             raise UsageError(f"elastic gangs cannot run {call.label}: it is a generator, or an argument is a stream")
         broadcast = self._attempt(call, nodes)
         future = broadcast.future
-        future.pool = pool
+        future.pool, future.waiting = pool, self._events.waiting
         iterators = broadcast.iterators() if call.yields else None
         self._add(broadcast)
         if call.stall is not None:

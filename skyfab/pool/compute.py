@@ -374,7 +374,7 @@ class Compute(ShownAsTable):
                 found = self._devices.open(node or self.hosts[0], "auto", tree)
             timeout = self._timeout_of(call.function)
             started = self._devices.start(found, call, node, tree, timeout=timeout, keep=keep)
-        started.future.pool = self
+        started.future.pool, started.future.waiting = self, self.events.waiting
         if call.function.stall is not None:
             watch(started.future, started.processes, call.function.stall, call.function.label, self.events)
         return started.future
@@ -422,11 +422,10 @@ class Compute(ShownAsTable):
         """
         self._check_call(call)
         packed = self._pack(call)
-        if packed.talks:
-            hint = "no program exchanges values with a run: return a list, or write the values to files"
-            raise UsageError(
-                f"{packed.label} cannot be a detached run: it is a generator, or an argument is a stream", hint=hint
-            )
+        if packed.talks or packed.found:
+            what = f"{packed.label} cannot be a detached run: it is a generator, or an argument is a stream or an actor"
+            hint = "no program exchanges values with a run: return a list, write to files, create objects in it"
+            raise UsageError(what, hint=hint)
         broadcasts, tree = self._broadcasts, self._sync.tree
         chosen = broadcasts.available(self.hosts) if on == "all" else [named(self.hosts, on)]
         ranks = [broadcasts.ranks_on(node) if on == "all" else 1 for node in chosen]
@@ -446,8 +445,9 @@ class Compute(ShownAsTable):
         if running is None or running.gang is None:
             hint = "submit(call, on='all') starts one; launch(call), a run"
             raise UsageError("no broadcast is running", hint=hint)
-        if running.call.talks:
-            raise UsageError(f"{running.call.label} cannot be detached: it is a generator, or an argument is a stream")
+        if running.call.talks or running.call.found:
+            what = "it is a generator, or an argument is a stream or an actor"
+            raise UsageError(f"{running.call.label} cannot be detached: {what}")
         nodes = running.gang.nodes
         detacher = Detacher(nodes, [*map(self._broadcasts.ranks_on, nodes)], label=running.call.label, name=name)
         self._forwards.close()

@@ -7,16 +7,19 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures._base import CANCELLED
-from typing import Any, TypeVar
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Final, TypeVar
 
 from skyfab._util.html import ShownAsTable
-from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
+from skyfab._util.signals import MAIN, SIGNAL_GUARD, GuardedFuture
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
 from skyfab.session.reader import refuse_to_wait
 from skyfab.ui.events import Waiting, emitting
 
 R = TypeVar("R")
+
+_NOTHING: Final[AbstractContextManager[None]] = nullcontext()
 
 
 def refuse_to_block() -> None:
@@ -38,6 +41,8 @@ class CallFuture(GuardedFuture, ShownAsTable):
         self.label = ""
         self.pool: object = None
         """The pool that runs it: a reference, so that it is not garbage-collected while a caller waits."""
+        self.waiting: AbstractContextManager[None] = _NOTHING
+        """The pool's context for waits of the main thread."""
         self._process = os.getpid()
         self.on_cancel: Callable[[], object] | None = None
 
@@ -58,19 +63,22 @@ class CallFuture(GuardedFuture, ShownAsTable):
         return ("call", "host", "state"), [(self.label, self.node.name if self.node else "–", self.state)]
 
     def result(self, timeout: float | None = None) -> Any:
-        self._check_wait()
-        return super().result(timeout)
+        with SIGNAL_GUARD, self._waiting():
+            return super().result(timeout)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._check_wait()
-        return super().exception(timeout)
+        with SIGNAL_GUARD, self._waiting():
+            return super().exception(timeout)
 
-    def _check_wait(self) -> None:
-        """Raises UsageError if this thread or process cannot wait for it."""
-        if not self.done():
-            if self._process != os.getpid():
-                raise UsageError("this call belongs to another process, and only that process can wait for it")
-            refuse_to_block()
+    def _waiting(self) -> AbstractContextManager[None]:
+        """In it, a terminal shows what the main thread waits for. Raises UsageError if this thread cannot wait."""
+        if self.done():
+            return _NOTHING
+        if self._process != os.getpid():
+            raise UsageError("this call belongs to another process, and only that process can wait for it")
+        refuse_to_block()
+        # Other threads may wait while the main thread prints, which would get into the lines that are shown.
+        return self.waiting if threading.get_ident() == MAIN else _NOTHING
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """Calls `fn` on a new thread, so that it may make calls and wait for them, which the reader thread may not."""

@@ -630,3 +630,8 @@ def test_threads_call_an_actor_while_the_main_thread_is_interrupted(compute: sky
         total = account.add(0)
         assert len(found) == len(set(found)) == 800, "each call has its own result"
         assert 800 <= total <= 800 + own
+
+
+def test_an_actor_cannot_be_an_argument_of_a_detached_run(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account, pytest.raises(sky.UsageError, match="stream or an actor"):
+        compute.launch(sky.function(lambda one: one.add())(account))

@@ -94,6 +94,31 @@ def test_ctrl_c_stops_the_call_and_says_where(future: CallFuture, monkeypatch: p
     assert vars(raised.value)["stopped"] == "stopped on node1, node2"
 
 
+def test_a_terminal_shows_what_the_main_thread_waits_for(future: CallFuture) -> None:
+    events, seen = Events(), list[bool]()
+    future.waiting = events.waiting
+
+    def settle() -> None:
+        seen.append(bool(events.waiting))
+        future.settle(1)
+
+    threading.Timer(0.1, settle).start()
+    assert future.result() == 1
+    assert seen == [True]
+    assert not events.waiting
+
+
+def test_a_terminal_does_not_show_what_other_threads_wait_for(future: CallFuture) -> None:
+    events = Events()
+    future.waiting = events.waiting
+    thread = threading.Thread(target=future.result)
+    thread.start()
+    until(lambda: bool(future._condition._waiting))
+    assert not events.waiting
+    future.settle(1)
+    thread.join()
+
+
 def test_what_has_ended_cannot_be_cancelled(future: CallFuture) -> None:
     future.on_cancel = lambda: pytest.fail("told")
     future.settle(1)

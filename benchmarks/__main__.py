@@ -70,7 +70,7 @@ def measure(rows: list[Row], arena: Arena) -> tuple[list[Result], list[str]]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", metavar="NAMES", type=_names, help="one row, or several with commas")
-    parser.add_argument("--size", type=int, metavar="MIB", help="of the large tensor (default: 1024)")
+    parser.add_argument("--size", type=int, metavar="MIB", help="of the large tensor (default: 512)")
     parser.add_argument("--quick", action="store_true", help="a taste of everything, in seconds")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the results there too")
     parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="draw the results there, and write FILE.json")

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 from benchmarks.arena import Arena
@@ -21,18 +22,18 @@ class Ask:
 
     def run(self, arena: Arena) -> Iterator[Result]:
         count, crowd = max(arena.scale.hosts), arena.crowd()
+
+        def ours(hosts: int, command: str, *rest: str) -> float:
+            names = ",".join(host.name for host in crowd.hosts[:hosts])
+            options = [f"--inventory={crowd.lab.inventory}", f"--hosts={names}"]
+            return _seconds([Path(sys.executable).with_name("skyfab"), command, *options, *rest])
+
+        ours(count, "hosts")  # warm-up: fills the hosts' caches before the measurement
         with crowd.ssh(crowd.first, "true") as argv:
             for what, words in _COMMANDS.items():
-
-                def ours(hosts: int, words: list[str] = words) -> float:
-                    names = ",".join(host.name for host in crowd.hosts[:hosts])
-                    command, *rest = words
-                    options = [f"--inventory={crowd.lab.inventory}", f"--hosts={names}"]
-                    return _seconds([Path(sys.executable).with_name("skyfab"), command, *options, *rest])
-
-                ours(count)  # warm-up: fills the hosts' caches before the measurement
-                one, ssh = alternate(arena.scale.cold, lambda: ours(1), lambda: _seconds(argv))
-                all_, single = alternate(arena.scale.openings, lambda: ours(count), lambda: ours(1))
+                on_one, on_all = partial(ours, 1, *words), partial(ours, count, *words)
+                one, ssh = alternate(arena.scale.cold, on_one, lambda: _seconds(argv))
+                all_, single = alternate(arena.scale.openings, on_all, on_one)
                 yield Result(
                     row=self.name,
                     what=f"{what}, one host",

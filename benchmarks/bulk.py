@@ -23,7 +23,7 @@ _GIB = 1024**3
 
 class Bulk:
     name = "bulk"
-    about = "a tensor of 1 GiB out and back, against as much through `ssh host cat`; and the memory that it takes"
+    about = "a tensor of 512 MiB out and back, against as much through `ssh host cat`; and the memory that it takes"
 
     def run(self, arena: Arena) -> Iterator[Result]:
         cargo = Cargo.load(arena.scale.size * 1024**2, arena.scale.arrays)

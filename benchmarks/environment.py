@@ -41,18 +41,19 @@ class Environment:
 
     def run(self, arena: Arena) -> Iterator[Result]:
         with Workshop.open(arena) as workshop:
-            ours, by_hand = alternate(arena.scale.builds, workshop.fresh, workshop.by_hand)
+            one, by_hand, four = alternate(
+                arena.scale.builds, workshop.fresh, workshop.by_hand, lambda: workshop.fresh(hosts=4)
+            )
             size = workshop.size / 1e6
             yield Result(
                 row=self.name,
                 what=f"{size:.0f} MB on a fresh host",
                 unit="s",
-                ours=ours,
+                ours=one,
                 baseline=by_hand,
                 against="by hand",
                 bar=Bar(1.5),
             )
-            four, one = alternate(arena.scale.builds, lambda: workshop.fresh(hosts=4), workshop.fresh)
             yield Result(
                 row=self.name,
                 what=f"on {len(arena.hosts)} fresh hosts at once",
@@ -152,7 +153,7 @@ class Workshop:
 
     def one_more(self) -> float:
         """Megabytes sent for a second image that has one more package."""
-        host = replace(self.arena.first, cache=self._place())
+        host = replace(self.arena.first, cache=self._kept)
         extra = replace(self.image, pip=(*self.image.pip, self.arena.scale.extra))
         self._open([host], self.image)
         before = self._held(host)
@@ -180,8 +181,8 @@ class Workshop:
         """Extra seconds, compared to connecting only."""
         first = self.arena.first
         with Relay(str(first.address), first.port, delay) as relay:
-            far = replace(first, address="127.0.0.1", port=relay.port, cache=f"{self._place()}")
-            self._open([far], self.image)
+            far = replace(first, address="127.0.0.1", port=relay.port, cache=self._kept)
+            self._open([far], self.image)  # it was built by `one_more`
             self._open([far], None)
             with _cache(self.folder / f"new{next(self.numbers)}" if forget else _home()):
                 make_lock(self.image, self.target)
@@ -232,6 +233,11 @@ class Workshop:
 
     def _place(self) -> str:
         return f"{self._root}/{next(self.numbers)}"
+
+    @property
+    def _kept(self) -> str:
+        """A host's cache that several measurements share."""
+        return f"{self._root}/kept"
 
     @property
     def _root(self) -> str:

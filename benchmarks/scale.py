@@ -19,7 +19,7 @@ class Scale:
     tasks: int = 1000
     """Items of a map."""
     maps: int = 10
-    size: int = 1024
+    size: int = 512
     """MiB of the large tensor."""
     bulk: int = 3
     one_way: int = 2
@@ -35,27 +35,29 @@ class Scale:
     extra: str = "colorama"
     """One more package."""
     builds: int = 2
-    starts: int = 3
+    starts: int = 2
     """Starts up to the first step of DDP."""
     crews: int = 2
     """Sets of ranks whose steps are timed."""
     laps: int = 10
     """Laps of each of these sets, alternating with laps of plain ssh."""
     steps: int = 10
-    """Steps of a lap."""
+    """Steps of a lap, and of a training on a remote device."""
     away: tuple[float, ...] = (2.0, 4.0, 8.0)
     """Seconds for which a link drops all packets: less than until the connection is suspect, about that, and more."""
     cuts: int = 3
     """Number of such outages."""
     hosts: tuple[int, ...] = (1, 4, 16, 64)
     """Numbers of hosts of the pools."""
-    openings: int = 3
+    openings: int = 2
     """Pools opened of each size."""
     broadcasts: int = 50
     items: int = 10_000
     """Items of a map, in each pool."""
     device: int = 5
     """Measurements of each figure of a remote device."""
+    trainings: int = 2
+    """Of a training step there, which takes long."""
     files: int = 10_000
     """Files of a folder that is sent."""
     file: int = 512
@@ -64,7 +66,7 @@ class Scale:
     """Transfers of each."""
     examined: int = 16
     """Hosts of an examination."""
-    examinations: int = 5
+    examinations: int = 3
     nodes: int = 4
     """Hosts of a cluster of Ray."""
 
@@ -95,6 +97,7 @@ TASTE = Scale(
     hosts=(1, 2),
     openings=1,
     device=1,
+    trainings=1,
     broadcasts=3,
     items=100,
     files=50,

@@ -169,7 +169,8 @@ def _is_in_finalizer(frame: FrameType | None) -> bool:
 
 def _send_again(number: int) -> None:
     time.sleep(_SOON)
-    signal.pthread_kill(MAIN, number)  # type: ignore[arg-type]
+    if callable(getsignal(number)):  # else the program has removed its handler, and the signal would end it
+        signal.pthread_kill(MAIN, number)  # type: ignore[arg-type]
 
 
 class _Deferred:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import queue
 import random
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
 from typing import Any
@@ -577,56 +576,58 @@ class Interrupted(Exception):
     pass
 
 
-@contextlib.contextmanager
-def interrupts(chance: random.Random, longest: float) -> Iterator[None]:
-    """The main thread gets signals at random times; their handler raises Interrupted."""
-    over = threading.Event()
+class Interrupts:
+    """Signals come to the main thread at random times. Their handler raises Interrupted, once in each `attempt`."""
 
-    def handler(*_: object) -> None:
-        raise Interrupted
+    def __init__(self, chance: random.Random, longest: float) -> None:
+        self.chance, self.longest = chance, longest
+        self.may_raise = False
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self.send)
 
-    def send() -> None:
-        while not over.wait(chance.uniform(0, longest)):
-            signal.pthread_kill(MAIN, signal.SIGUSR1)
+    def handle(self, *_: object) -> None:
+        if self.may_raise:
+            self.may_raise = False
+            raise Interrupted
 
-    before = signal.signal(signal.SIGUSR1, handler)
-    thread = threading.Thread(target=send)
-    thread.start()
-    try:
-        yield
-    finally:
-        while True:
-            try:
-                over.set()
-                thread.join()
-                signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-                break
-            except Interrupted:
-                continue
-        signal.signal(signal.SIGUSR1, before)
+    def send(self) -> None:
+        while not self.over.wait(self.chance.uniform(0, self.longest)):
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR1)
 
+    def attempt(self, action: Callable[[], object]) -> None:
+        try:
+            self.may_raise = True
+            action()
+            self.may_raise = False
+        except Interrupted:
+            pass
 
-MAIN = threading.main_thread().ident or 0
+    def __enter__(self) -> Interrupts:
+        self.before = signal.signal(signal.SIGUSR1, self.handle)
+        self.thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.over.set()
+        self.thread.join()
+        signal.signal(signal.SIGUSR1, self.before)
 
 
 def test_threads_call_an_actor_while_the_main_thread_is_interrupted(compute: sky.Compute) -> None:
     with compute.actor(Account) as account:
         found: list[int] = []
-        threads = [
-            threading.Thread(target=lambda: [found.append(account.add()) for _ in range(100)] and None)
-            for _ in range(8)
-        ]
         own = 0
-        with interrupts(random.Random(1), 0.02):
-            for thread in threads:
-                while not thread.is_alive() and thread.ident is None:
-                    with contextlib.suppress(Interrupted):
-                        thread.start()
+
+        def add() -> None:
+            found.extend(account.add() for _ in range(100))
+
+        threads = [threading.Thread(target=add) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        with Interrupts(random.Random(1), 0.02) as interrupts:
             while any(thread.is_alive() for thread in threads):
-                with contextlib.suppress(Interrupted):
-                    own += 1
-                    account.add()
-                    account.add.submit(0).result()
+                own += 1
+                interrupts.attempt(lambda: account.add() and account.add.submit(0).result())
         total = account.add(0)
         assert len(found) == len(set(found)) == 800, "each call has its own result"
         assert 800 <= total <= 800 + own
@@ -635,3 +636,25 @@ def test_threads_call_an_actor_while_the_main_thread_is_interrupted(compute: sky
 def test_an_actor_cannot_be_an_argument_of_a_detached_run(compute: sky.Compute) -> None:
     with compute.actor(Account) as account, pytest.raises(sky.UsageError, match="stream or an actor"):
         compute.launch(sky.function(lambda one: one.add())(account))
+
+
+@sky.function
+def count_on(first: int) -> Iterator[int]:
+    yield from range(first, 10**9)
+
+
+@pytest.mark.slow
+def test_gang_generators_that_are_interrupted_leave_an_actor_alone(pool: sky.Compute) -> None:
+    chance = random.Random()  # other times in each run
+    with pool.actor(Account) as account:
+        pid = account.pid()
+
+        def read() -> None:
+            for _, value in sky.merge(*(count_on(0) @ pool)):
+                if value % 100 == 0:
+                    account.add()
+
+        for _ in range(50):
+            with Interrupts(chance, chance.choice((0.05, 0.2, 0.5))) as interrupts:
+                interrupts.attempt(read)
+            assert account.pid() == pid

@@ -139,6 +139,20 @@ def test_what_a_handler_raises_is_not_lost_in_a_finalizer(guard: SignalGuard) ->
     assert found == ["finalized"]
 
 
+def test_a_signal_whose_handler_was_removed_meanwhile_does_not_end_the_program(guard: SignalGuard) -> None:
+    class Dropped:
+        @finalizer
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGUSR1)
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: stop())
+    guard.wrap()
+    Dropped()
+    signal.signal(signal.SIGUSR1, before)
+    assert before == signal.SIG_DFL
+    time.sleep(0.1)
+
+
 def on_another_thread(number: int) -> None:
     """Has another thread receive a signal, which may happen to any thread that starts a program meanwhile."""
     thread = threading.Thread(target=lambda: signal.pthread_kill(threading.get_ident(), number))

@@ -83,6 +83,22 @@ def test_tokens_come_from_a_loop_on_the_host(run: Run) -> None:
     assert ("the quick brown fox jumps over the lazy dog. " * 2).startswith(line)
 
 
+def test_accelerate_uses_the_device(run: Run) -> None:
+    pytest.importorskip("accelerate")
+    place, *lines, right = run("accelerator", "node1")
+    assert place == "on sky:0"
+    assert losses(lines)[-1] < losses(lines)[0] / 2
+    assert percent(right) > 85
+
+
+def test_adapters_are_trained_and_nothing_else(run: Run) -> None:
+    pytest.importorskip("peft")
+    upright, before, after, size = run("lora", "node1")
+    assert percent(upright) > 80 and percent(before) < 60 and percent(after) > 80
+    new, every = (int(word) for word in re.findall(r"\d+", size))
+    assert new < every / 8
+
+
 def test_every_example_is_run() -> None:
     tried = set(re.findall(r'run\("(\w+)"', Path(__file__).read_text()))
     assert {path.stem for path in EXAMPLES.glob("*.py")} == tried

@@ -15,6 +15,11 @@ from skyfab.session.ask import Question, Reply
 
 _STARTS: Final = re.compile(r"(^|[/ ])(skyfab/calls/script\.py|runpy(\.py|>))$")
 """Files that start a script."""
+_WORKER: Final = "skyfab/host/agent/worker.py"
+"""The file that runs calls."""
+_ACTORS: Final = "skyfab/host/agent/actors.py"
+"""The file that calls actors."""
+_AGENT: Final = re.compile(r"skyfab/(host/agent|protocol)/[^/]*$")
 _FRAME: Final = re.compile(r'^ *File "((?!<frozen importlib).*)", line ([0-9]{1,9}) in (.*)$', re.MULTILINE)
 
 
@@ -79,14 +84,18 @@ def frames_of(text: str, host: str) -> tuple[Frame, ...]:
 
 
 def _own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    """Without the outer frames that belong to skyfab; empty if the worker is waiting for a call."""
-    for place, frame in enumerate(frames):
-        if frame.file.endswith("skyfab/host/agent/worker.py"):
-            own = tuple(frames[:place])
-            while own and _STARTS.search(own[-1].file):
-                own = own[:-1]
-            return () if all("/skyfab/protocol/" in above.file for above in own) else own
-    return tuple(frames)
+    """Without the outer frames that belong to skyfab, and the inner ones where a function waits for an actor.
+
+    Empty if the worker is waiting for a call.
+    """
+    outer = max((place for place, frame in enumerate(frames) if frame.file.endswith(_WORKER)), default=len(frames))
+    while 0 < outer < len(frames) and _AGENT.search(frames[outer - 1].file):
+        outer -= 1
+    own = frames[:outer]
+    while own and _STARTS.search(own[-1].file):
+        own = own[:-1]
+    inner = max((place + 1 for place, frame in enumerate(own) if frame.file.endswith(_ACTORS)), default=0)
+    return tuple(own[inner:])
 
 
 def groups(stacks: Sequence[Stack]) -> list[list[Stack]]:

@@ -132,6 +132,20 @@ def test_frames_that_start_a_script_are_not_shown() -> None:
     assert [frame.file for frame in frames_of("\n".join(["Thread 0x1:", *lines]), "node1")] == ["/x/train.py"]
 
 
+def of_files(*files: str) -> list[str]:
+    lines = [f'  File "{file}", line 3 in f' for file in files]
+    return [frame.file for frame in frames_of("\n".join(["Thread 0x1:", *lines]), "node1")]
+
+
+def test_a_function_that_waits_for_an_actor_is_shown() -> None:
+    agent = "/c/bundles/b/skyfab/host/agent"
+    waits = ("/x/threading.py", f"{agent}/exchanges.py", f"{agent}/worker.py", "/c/bundles/b/skyfab/context.py")
+    calls = (f"{agent}/actors.py", f"{agent}/actors.py", "/x/train.py", "/x/main.py")
+    serves = (f"{agent}/actors.py", f"{agent}/worker.py", f"{agent}/worker.py", "/x/runpy.py")
+    assert of_files(*waits, *calls, *serves) == ["/x/train.py", "/x/main.py"]
+    assert of_files("/c/bundles/b/skyfab/protocol/mux.py", *serves[1:]) == []
+
+
 def test_frames_between_an_import_and_its_module_are_not_shown() -> None:
     files = ("/x/lib.py", "<frozen importlib._bootstrap_external>", "<frozen importlib._bootstrap>", "/x/train.py")
     text = "\n".join(["Thread 0x1:", *(f'  File "{file}", line 3 in f' for file in files)])

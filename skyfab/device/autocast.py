@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from skyfab.device import composite_ops
-from skyfab.device.tensors import TYPE, is_remote
+from skyfab.device.tensors import TYPE, is_plain, is_remote
 
 _LOWER: Final = frozenset(
     (
@@ -55,7 +55,8 @@ def register() -> list[torch.library.Library]:
             base, _, overload = name.partition(".")
             op = getattr(getattr(torch.ops.aten, base), overload or "default")
             is_lower = name in _LOWER or name.lstrip("_").startswith("conv")
-            library.impl(name, _linear if name == "linear" else _casting(op, lower=is_lower), "AutocastPrivateUse1")
+            kernel = _casting(op, lower=is_lower)
+            library.impl(name, _casting_linear(kernel) if name == "linear" else kernel, "AutocastPrivateUse1")
     return [rest, library]
 
 
@@ -68,12 +69,19 @@ def _casting(op: Any, *, lower: bool) -> Callable[..., Any]:
     return kernel
 
 
-def _linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
-    given = [tensor for tensor in (x, weight, bias) if tensor is not None]
-    with torch._C._ExcludeDispatchKeyGuard(_KEYS):
-        if all(is_remote(t) and t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in given):
-            return composite_ops.CastLinear.apply(x, weight, bias, torch.get_autocast_dtype(TYPE))
-        return torch.ops.aten.linear.default(*given)
+def _casting_linear(rest: Callable[..., Any]) -> Callable[..., Any]:
+    """A linear layer as one instruction; while torch.compile is tracing, `rest` is used."""
+
+    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        given = [tensor for tensor in (x, weight, bias) if tensor is not None]
+        if not all(map(is_plain, given)):
+            return rest(x, weight, bias)
+        with torch._C._ExcludeDispatchKeyGuard(_KEYS):
+            if all(is_remote(t) and t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in given):
+                return composite_ops.CastLinear.apply(x, weight, bias, torch.get_autocast_dtype(TYPE))
+            return torch.ops.aten.linear.default(*given)
+
+    return linear
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

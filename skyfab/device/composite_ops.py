@@ -16,7 +16,7 @@ from skyfab.device import meta, plans, tensors
 from skyfab.device.arguments import common_device
 from skyfab.device.kernels import make_kernel
 from skyfab.device.plans import finish
-from skyfab.device.tensors import is_remote, operands
+from skyfab.device.tensors import is_plain, is_remote, operands
 from skyfab.host.device import composite_host, wire
 
 _aten: Final = torch.ops.aten
@@ -153,6 +153,8 @@ def _composite(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         found: list[torch.Tensor] = []
         spec = (name, composite_host.template((args, kwargs), found))
+        if not all(map(is_plain, found)):  # torch.compile is tracing
+            return _like_devices(op, op.decompose(*args, **kwargs))
         device = next(tensor.device for tensor in found if is_remote(tensor))
 
         def forward(inputs: Sequence[torch.Tensor], wanted: Sequence[bool]) -> Any:
@@ -169,11 +171,16 @@ def _composite(op: Any) -> Callable[..., Any]:
 def _predict(op: Any, spec: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """What an operator returns, and the handle, as meta tensors."""
     args, kwargs = composite_host.fill_in(spec[1], [meta.to_meta(tensor) for tensor in inputs])
-    result = op(*args, **kwargs)
-    if op is _aten.scaled_dot_product_attention.default and result.dim() == 4:
-        result = result.transpose(1, 2).contiguous().transpose(1, 2)  # as the fast kernels of GPUs return it
+    result = _like_devices(op, op(*args, **kwargs))
     results = result if isinstance(result, tuple) else (result,)
     return [*results, torch.empty(0, device="meta")]
+
+
+def _like_devices(op: Any, result: Any) -> Any:
+    """A predicted result, with the strides that devices give it."""
+    if op is _aten.scaled_dot_product_attention.default and result.dim() == 4:
+        return result.transpose(1, 2).contiguous().transpose(1, 2)  # as the fast kernels of GPUs return it
+    return result
 
 
 class HostGraph(torch.autograd.Function):  # type: ignore[misc]
@@ -185,8 +192,9 @@ class HostGraph(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def forward(ctx: Any, function: Callable[..., Any], name: str, *inputs: torch.Tensor) -> Any:
         ctx.wanted, ctx.name = ctx.needs_input_grad[2:], name
+        ctx.set_materialize_grads(False)
         results, handle = function(inputs, ctx.wanted)
-        ctx.save_for_backward(handle, *inputs)
+        ctx.save_for_backward(handle, *(t for t, is_wanted in zip(inputs, ctx.wanted, strict=True) if is_wanted))
         return tuple(results)
 
     @staticmethod
@@ -198,14 +206,15 @@ class HostGraph(torch.autograd.Function):  # type: ignore[misc]
 
 
 def _gradients(handle: torch.Tensor, grads: list[Any], inputs: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-    """The gradients of inputs for which they are wanted, from the graph that the host keeps."""
+    """The gradients, from the graph that the host keeps. `inputs` are those for which a gradient is wanted."""
 
-    shapes = tuple((t.shape, t.dtype) for t, is_wanted in zip(inputs, wanted, strict=True) if is_wanted)
+    shapes = tuple((t.shape, t.dtype) for t in inputs)
 
     def outputs() -> list[torch.Tensor]:
         return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
 
-    found = iter(call("backward", [[handle], grads], outputs, handle.device, shapes))
+    is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
+    found = iter(call("backward", [[handle], grads, is_last], outputs, handle.device, shapes))
     return [next(found) if is_wanted else None for is_wanted in wanted]
 
 

@@ -44,8 +44,8 @@ def apply() -> None:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a remote tensor, and none of another type that only speaks of one, as in torch.compile."""
-    return type(value) in (torch.Tensor, torch.nn.Parameter) and value.device.type == TYPE
+    """Whether it is a remote tensor itself."""
+    return tensors.is_plain(value) and value.device.type == TYPE
 
 
 def _cloned(original: Any) -> Any:

@@ -157,6 +157,40 @@ _PLAIN: Final = frozenset({bool, int, float, str, bytes, complex, type(None), to
 _MOST_STATES: Final = 64
 
 
+def autocast_dtype() -> str:
+    """The name of the dtype of autocast on remote devices; empty where it is not enabled."""
+    if not torch.is_autocast_enabled(tensors.TYPE):
+        return ""
+    return str(torch.get_autocast_dtype(tensors.TYPE)).removeprefix("torch.")
+
+
+def call_module(
+    known: dict[Any, Any], spec: Any, found: Sequence[torch.Tensor], device: torch.device, name: str
+) -> Any:
+    """Calls a module that the host has (composite_host.py) with these tensors. Returns what it returns.
+
+    `known` has for each kind of call: the bases of its results and the handle as meta tensors, the base of each result
+    and which view of it the result is (host_results.py), and what the module returns. The first call waits.
+    """
+    key = (device.index, spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in found))
+
+    def call(inputs: Sequence[torch.Tensor], wanted: Sequence[bool]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        args = [list(inputs), spec, wanted]
+        if key in known:
+            metas, *expected = known[key]
+            *bases, handle = composite_ops.call("module", [*args, tuple(expected)], lambda: metas, device)
+        else:
+            (*bases, handle), *expected, note = composite_ops.call_first("module_first", args, device)
+            known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *expected)
+            if note:
+                tensors.streams[device.index].link.notice(note)
+        locations = known[key][1]
+        return [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in locations], handle
+
+    results = composite_ops.HostGraph.apply(call, name, *found)
+    return composite_host.fill_in(known[key][2], results)
+
+
 class RemoteModule(torch.nn.Module):  # type: ignore[misc]
     """A module whose forward is one instruction, and whose backward is one. `module` is the module itself."""
 
@@ -168,37 +202,15 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         self._digests: dict[Any, str] = {}
         """What the host has of the module, for each state of the plain attributes of its parts, such as `training`."""
         self._known: dict[Any, Any] = {}
-        """For each kind of call: the bases of its results and the handle as meta tensors, the base of each result and
-        which view of it the result is (host_results.py), and what the module returns. The first call waits."""
+        """What is known of each kind of call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         device = _device_of(self.module)
         own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
         inputs: list[torch.Tensor] = []
         template = composite_host.template((args, kwargs), inputs)
-        autocast = ""
-        if torch.is_autocast_enabled(tensors.TYPE):
-            autocast = str(torch.get_autocast_dtype(tensors.TYPE)).removeprefix("torch.")
-        spec = (self._on_host(device), tuple(own), template, autocast)
-        found = (*inputs, *own.values())
-        key = (device.index, spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in found))
-
-        def call(inputs: Sequence[torch.Tensor], wanted: Sequence[bool]) -> Any:
-            return self._call(key, [list(inputs), spec, wanted], device)
-
-        results = composite_ops.HostGraph.apply(call, "sky.remote", *found)
-        return composite_host.fill_in(self._known[key][2], results)
-
-    def _call(self, key: Any, args: Sequence[Any], device: torch.device) -> tuple[list[torch.Tensor], torch.Tensor]:
-        """The tensors that the module returns, and the handle of its graph."""
-        if key in self._known:
-            metas, *expected = self._known[key]
-            *bases, handle = composite_ops.call("module", [*args, tuple(expected)], lambda: metas, device)
-        else:
-            (*bases, handle), *expected = composite_ops.call_first("module_first", args, device)
-            self._known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *expected)
-        locations = self._known[key][1]
-        return [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in locations], handle
+        spec = (self._on_host(device), tuple(own), template, autocast_dtype())
+        return call_module(self._known, spec, (*inputs, *own.values()), device, "sky.remote")
 
     def _on_host(self, device: torch.device) -> str:
         """Sends the module without its tensors, unless the host has it as it is now. Returns its digest.

@@ -182,6 +182,11 @@ def is_remote(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.device.type == TYPE
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a tensor itself, and not of a type that only describes one, as in torch.compile."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
 def index_of(tensor: torch.Tensor) -> int:
     return tensor.device.index or 0
 

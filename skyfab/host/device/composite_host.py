@@ -46,8 +46,8 @@ def _with_graph(function: Callable[..., Any], tensors: Tensors, wanted: Sequence
     return (*(output.detach() for output in outputs), handle)
 
 
-def backward(handles: Sequence[torch.Tensor], grads: Tensors) -> Tensors:
-    """The gradients of the inputs for which they were wanted, in order."""
+def backward(handles: Sequence[torch.Tensor], grads: Tensors, is_last: bool) -> Tensors:
+    """The gradients of the inputs for which they were wanted, in order. The last backward frees what it needs."""
     outputs, inputs = handles[0].graph
     pairs = zip(outputs, grads, strict=True)
     used = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
@@ -58,7 +58,7 @@ def backward(handles: Sequence[torch.Tensor], grads: Tensors) -> Tensors:
             [output for output, _ in used],
             inputs,
             [grad for _, grad in used],
-            retain_graph=True,
+            retain_graph=not is_last,
             allow_unused=True,
         )
     return tuple(
@@ -141,9 +141,14 @@ def call_module(module: torch.nn.Module, spec: Any, tensors: Sequence[Any]) -> A
     _, names, arguments, autocast = spec
     count = len(tensors) - len(names)
     args, kwargs = fill_in(arguments, tensors[:count])
-    device = tensors[-1].device.type
-    with torch.autocast(device, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
+    device = _device_of(module, tensors)
+    with torch.autocast(device.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
         return torch.func.functional_call(module, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
+
+
+def _device_of(module: torch.nn.Module, tensors: Sequence[Any]) -> torch.device:
+    """The device of a module; graphs (graph_host.py) name theirs, others have tensors."""
+    return getattr(module, "device_here", None) or tensors[-1].device
 
 
 def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -> Tensors:
@@ -151,7 +156,7 @@ def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -
 
     Raises RuntimeError if it returns something else than the client expects, besides the values of tensors.
     """
-    bases, *found = module_first(tensors, spec, wanted)
+    bases, *found, _ = module_first(tensors, spec, wanted)
     if repr(tuple(found)) != repr(expected):  # equal also where a number is NaN
         raise RuntimeError(
             "the module's result differs from that of its first call in numbers, structure or shared memory: call it "
@@ -160,8 +165,11 @@ def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -
     return bases
 
 
-def module_first(tensors: Sequence[Any], spec: Any, wanted: Sequence[bool]) -> tuple[Tensors, Any, Any]:
-    """The same, with the base of each result and which view of it the result is, and what the module returned."""
+def module_first(tensors: Sequence[Any], spec: Any, wanted: Sequence[bool]) -> tuple[Tensors, Any, Any, str]:
+    """The same, with the base of each result and which view of it the result is, and what the module returned.
+
+    And a notice for the user, if there is one.
+    """
     structure: Any = None
 
     def function(*values: torch.Tensor) -> Any:
@@ -171,8 +179,10 @@ def module_first(tensors: Sequence[Any], spec: Any, wanted: Sequence[bool]) -> t
         return tuple(results)
 
     *results, handle = _with_graph(function, tensors, wanted)
-    bases, locations = host_results.share([host_results.plain(result) for result in results], tensors[-1].device)
-    return (*bases, handle), tuple(locations), structure
+    called = MODULES[spec[0]]
+    device = _device_of(called, tensors)
+    bases, locations = host_results.share([host_results.plain(result) for result in results], device)
+    return (*bases, handle), tuple(locations), structure, getattr(called, "note", "")
 
 
 def itself(value: Any) -> Any:

@@ -1,0 +1,107 @@
+"""Makes ``torch.compile`` use the backend of remote devices (graph_backend.py) for their tensors.
+
+Importing this does not import Dynamo, which takes seconds: that is prepared when a program compiles something.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from typing import Any
+
+import torch
+
+from skyfab.device.tensors import TYPE, is_remote
+
+
+def apply() -> None:
+    """Changes PyTorch's own functions, once."""
+    inductor, others = torch._TorchCompileInductorWrapper, torch._TorchCompileWrapper
+    inductor.there = "inductor"
+    inductor.__init__ = _preparing(inductor.__init__)
+    others.__init__ = _preparing(others.__init__)
+    inductor.apply_options = _with_own_option(inductor.apply_options)
+    inductor.__eq__ = _equal_own_option(inductor.__eq__)
+    inductor.__call__ = _chosen(inductor.__call__)
+    if "torch._dynamo" in sys.modules:  # something was compiled before the device was opened
+        _prepare()
+
+
+def _preparing(original: Any) -> Any:
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        _prepare()
+        original(self, *args, **kwargs)
+
+    return init
+
+
+@functools.cache
+def _prepare() -> None:
+    """Registers the backend with Dynamo."""
+    from torch._dynamo import register_backend
+    from torch._dynamo.variables.optimizer import OptimizerVariable
+
+    from skyfab.device import graph_backend
+
+    register_backend(graph_backend.backend, name=TYPE)
+    OptimizerVariable._set_capturable = _capturable(OptimizerVariable._set_capturable)
+
+
+def _with_own_option(original: Any) -> Any:
+    """The option "there" is not one of Inductor's."""
+
+    @functools.wraps(original)
+    def apply_options(self: Any, options: Any) -> None:
+        if options and "there" in options:
+            self.there = options["there"]
+            options = {name: value for name, value in options.items() if name != "there"}
+        original(self, options)
+
+    return apply_options
+
+
+def _equal_own_option(original: Any) -> Any:
+    """Dynamo compiles a function again for a backend that is not equal."""
+
+    @functools.wraps(original)
+    def equal(self: Any, other: Any) -> bool:
+        return bool(original(self, other)) and self.there == other.there
+
+    return equal
+
+
+def _chosen(original: Any) -> Any:
+    """Inductor, or for graphs with tensors of a remote device its own backend."""
+
+    @functools.wraps(original)
+    def call(self: Any, module: Any, inputs: Any, *, config_patches: Any = None, **kwargs: Any) -> Any:
+        from skyfab.device import graph_backend
+
+        if not graph_backend.is_remote_graph(module):
+            return original(self, module, inputs, config_patches=config_patches, **kwargs)
+        return graph_backend.compile_graph(module, {**self.config, **(config_patches or {}), "there": self.there})
+
+    return call
+
+
+def _capturable(original: Any) -> Any:
+    """The counts of steps of a compiled optimizer are on the device, as Dynamo does for GPUs.
+
+    Else the graph would change tensors in this machine's memory.
+    """
+
+    @functools.wraps(original)
+    def set_capturable(self: Any, tx: Any) -> None:
+        optimizer = self.value
+        for group in optimizer.param_groups:
+            if "capturable" in group and group["params"] and all(map(is_remote, group["params"])):
+                group["capturable"] = True
+                for parameter in group["params"]:
+                    state = optimizer.state.get(parameter, {})
+                    step = state.get("step")
+                    if isinstance(step, torch.Tensor) and not is_remote(step):
+                        state["step"] = step.to(parameter.device)
+        original(self, tx)
+
+    return set_capturable

@@ -1,0 +1,98 @@
+"""Graphs of ``torch.compile`` in a device's worker: compiled here by Inductor, or executed as they are."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+_HINTS: Final = {
+    "InvalidCxxCompiler": ": the host needs a C++ compiler, such as g++",
+    "TritonMissing": ": the host's Python needs the package triton",
+    "FailOnRecompileLimitHit": ": its sizes vary too much",
+}
+"""What is missing on a host, by the name of Inductor's error."""
+
+
+class HostGraph(torch.nn.Module):  # type: ignore[misc]
+    """A graph of the client. It is called as a module of `sky.remote`, and has no tensors of its own."""
+
+    def __init__(
+        self,
+        graph: Callable[..., Any],
+        device: str,
+        written: Collection[int],
+        on_cpu: Collection[int],
+        options: Mapping[str, Any],
+    ) -> None:
+        """`on_cpu` are indices of inputs that are in the client's memory."""
+        super().__init__()
+        self.graph = graph
+        self.device_here = torch.device(device)
+        self.written = written
+        """Indices of its tensors that it changes in place."""
+        self.note = ""
+        """Why it is not compiled; empty if it is."""
+        self._on_cpu = on_cpu
+        self._compiled: Callable[..., Any] | None = None
+        there = dict(options)
+        if there.pop("there") == "inductor":
+            self._compiled = torch.compile(graph, fullgraph=True, **there)
+
+    def forward(self, *args: Any) -> Any:
+        args = tuple(arg.cpu() if at in self._on_cpu else arg for at, arg in enumerate(args))
+        if self._compiled is not None:
+            try:
+                with _compiling():
+                    return self._compiled(*args)
+            except Exception as error:
+                if not _is_of_compiler(error):
+                    raise
+                self._compiled = None  # nothing was executed: it can be executed as it is
+                self.note = _explain(error)
+        return self.graph(*args)
+
+
+@contextlib.contextmanager
+def _compiling() -> Any:
+    """Settings for a graph that the client's Dynamo has already divided and guarded."""
+    from torch._dynamo import config as dynamo
+    from torch._functorch import config as functorch
+
+    with dynamo.patch(capture_scalar_outputs=True), functorch.patch(force_non_lazy_backward_lowering=True):
+        yield
+
+
+def _is_of_compiler(error: Exception) -> bool:
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._inductor.exc import InductorError
+
+    return isinstance(error, TorchDynamoException | InductorError)
+
+
+def _explain(error: BaseException) -> str:
+    inner = error
+    while (cause := getattr(inner, "inner_exception", None) or inner.__cause__) is not None:
+        inner = cause
+    kind = type(inner).__name__
+    lines = [line for line in str(inner).splitlines() if line.strip()]
+    return f"{kind}: {lines[0].strip() if lines else ''}{_HINTS.get(kind, '')}"[:500]
+
+
+class Part(torch.nn.Module):  # type: ignore[misc]
+    """The code of a graph, and what it refers to: constants, and graphs within it."""
+
+    def __init__(self, source: str, scope: Mapping[str, Any], attributes: Mapping[str, Any]) -> None:
+        super().__init__()
+        importlib.import_module("torch._inductor.inductor_prims")  # registers operators that a graph may have
+        for name, value in attributes.items():
+            setattr(self, name, value)
+        found = dict(scope)
+        exec(compile(source, "<graph of torch.compile>", "exec"), found)
+        self._forward = found["forward"]
+
+    def forward(self, *args: Any) -> Sequence[Any]:
+        return self._forward(self, *args)  # type: ignore[no-any-return]

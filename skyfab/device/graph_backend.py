@@ -24,8 +24,6 @@ from skyfab.protocol.blobs import name_of
 _OURS: Final = re.compile(rf"{TYPE}(:\d+)?")
 _THERE: Final = ("inductor", "eager")
 _CHECKPOINT: Final = torch.ops.higher_order.tag_activation_checkpoint
-_noticed: Final[set[tuple[int, str]]] = set()
-"""What the user has been notified of, for each device."""
 
 
 def backend(
@@ -51,7 +49,9 @@ def compile_graph(module: torch.fx.GraphModule, options: Mapping[str, Any]) -> C
     about = _Analysis(module)
     if about.obstacle:
         for index in about.devices:
-            notice(index, f"a part of a compiled function runs operator by operator: {about.obstacle}")
+            remote_functions.notice_once(
+                index, f"a part of a compiled function runs operator by operator: {about.obstacle}"
+            )
         return module.forward  # type: ignore[no-any-return]
     return _RemoteGraph(module, about, found)
 
@@ -59,13 +59,6 @@ def compile_graph(module: torch.fx.GraphModule, options: Mapping[str, Any]) -> C
 def is_remote_graph(module: torch.fx.GraphModule) -> bool:
     """Whether a graph of Dynamo has tensors of a remote device."""
     return any(is_remote(value) for node in module.graph.nodes for value in _flat(node.meta.get("example_value")))
-
-
-def notice(index: int, text: str) -> None:
-    """Shows the user a warning about a device, once."""
-    if (index, text) not in _noticed:
-        _noticed.add((index, text))
-        tensors.streams[index].link.notice(text)
 
 
 def _flat(value: Any) -> Sequence[Any]:
@@ -160,7 +153,7 @@ class _RemoteGraph:
         self._about = about
         self._lifted = [_attribute(module, name) for name in about.lifted]
         self._device = torch.device(TYPE, about.devices[0])
-        self._options = {**options, "dynamic": None if about.is_dynamic else False}
+        self._options = options
         self._digest = ""
         self._stream: Any = None
         """The device that has the graph: one that is opened again does not."""
@@ -200,7 +193,15 @@ class _RemoteGraph:
             graph = _Packed(self._module, self._about.lifted, stream.device)
             is_tensor = [isinstance(value, torch.Tensor) for value in self._about.inputs]
             written = {sum(is_tensor[:at]) for at in self._about.written}
-            made = _Call(graph_host.HostGraph, graph, stream.device, written, self._on_cpu, self._options)
+            made = _Call(
+                graph_host.HostGraph,
+                graph,
+                stream.device,
+                written,
+                self._on_cpu,
+                self._about.is_dynamic,
+                self._options,
+            )
             packed = remote_functions.pack(stream, made, tensors.streams)
             self._digest = name_of(packed.data, *packed.buffers)
             stream.ask([wire.MODULE, self._digest], memoryview(packed.data), *packed.buffers).value()

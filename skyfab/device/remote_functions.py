@@ -10,7 +10,7 @@ import torch
 
 from skyfab._util.signals import SIGNAL_GUARD, is_from_handler
 from skyfab.device import composite_ops, tensors
-from skyfab.device.call_site import find_call_site
+from skyfab.device.call_site import describe, find_call_site
 from skyfab.device.meta import to_meta
 from skyfab.device.tensors import is_remote, operand
 from skyfab.errors import NotPicklable, SkyfabError, UsageError
@@ -155,6 +155,20 @@ def load(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any]
 
 _PLAIN: Final = frozenset({bool, int, float, str, bytes, complex, type(None), torch.dtype})
 _MOST_STATES: Final = 64
+_NOTE: Final = 1000
+"""Characters of a host's notice that are shown."""
+
+
+noticed: Final[set[tuple[DeviceStream, str]]] = set()
+"""What the user was warned of."""
+
+
+def notice_once(index: int, text: str, where: str = "") -> None:
+    """Warns the user about a device, unless the same was said before, also of another line."""
+    stream = tensors.streams[index]
+    if (stream, text) not in noticed:
+        noticed.add((stream, text))
+        stream.link.notice(f"{text}{where}")
 
 
 def autocast_dtype() -> str:
@@ -183,7 +197,8 @@ def call_module(
             (*bases, handle), *expected, note = composite_ops.call_first("module_first", args, device)
             known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *expected)
             if note:
-                tensors.streams[device.index].link.notice(note)
+                line = describe(find_call_site())
+                notice_once(device.index, str(note)[:_NOTE], f" (at {line})" if line else "")
         locations = known[key][1]
         return [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in locations], handle
 

@@ -75,12 +75,13 @@ def _chosen(original: Any) -> Any:
     """Inductor, or for graphs with tensors of a remote device its own backend."""
 
     @functools.wraps(original)
-    def call(self: Any, module: Any, inputs: Any, *, config_patches: Any = None, **kwargs: Any) -> Any:
+    def call(self: Any, module: Any, inputs: Any, **kwargs: Any) -> Any:
         from skyfab.device import graph_backend
 
         if not graph_backend.is_remote_graph(module):
-            return original(self, module, inputs, config_patches=config_patches, **kwargs)
-        return graph_backend.compile_graph(module, {**self.config, **(config_patches or {}), "there": self.there})
+            return original(self, module, inputs, **kwargs)
+        options = {**self.config, **(kwargs.get("config_patches") or {}), "there": self.there}
+        return graph_backend.compile_graph(module, options)
 
     return call
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.device import graph_backend, tensors
+from skyfab.device import graph_backend, remote_functions, tensors
 
 torch = pytest.importorskip("torch")
 nn, F = torch.nn, torch.nn.functional
@@ -27,7 +27,7 @@ EAGER = {"there": "eager"}
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Nothing is compiled yet."""
     monkeypatch.setattr("tqdm.tqdm.monitor_interval", 0, raising=False)  # else a thread of its own stays
-    graph_backend._noticed.clear()
+    remote_functions.noticed.clear()
     torch._dynamo.reset()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Dynamo has many
@@ -265,7 +265,7 @@ def test_dropout_has_the_numbers_of_the_device(device: Any) -> None:
     assert not torch.equal(compiled(x).cpu(), expected.cpu())
 
 
-def test_autocast(device: Any, graphs: list[Any]) -> None:
+def test_autocast_in_graphs(device: Any, graphs: list[Any]) -> None:
     model, x = made("llama")
     model, x = model.to(device), x.to(device)
 
@@ -491,6 +491,40 @@ def test_what_inductor_cannot_compile_runs_uncompiled(device: Any, notices: list
         sky.run_on(device, find_compiler)
     assert len(notices) == 1
     assert "C++ compiler" in notices[0]
+    assert __file__ in notices[0]
+
+
+def test_options_are_passed_on(device: Any) -> None:
+    torch.compile(lambda x: x + 1, options={**EAGER, "fallback_random": True})(torch.ones(2, device=device))
+
+    def options() -> list[dict[str, Any]]:
+        from skyfab.host.device import composite_host
+
+        return [module.options for module in composite_host.MODULES.values() if hasattr(module, "options")]
+
+    assert {"fallback_random": True} in sky.run_on(device, options)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "sky"])
+def test_a_mode_is_one_of_inductors(device: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(graph_backend, "compile_graph", lambda *args: found.append(args) or args[0].forward)
+    mode = "max-autotune-no-cudagraphs"
+    assert torch.compile(lambda x: x + 2, backend=backend, mode=mode)(torch.ones(1, device=device)).tolist() == [3]
+    ((_, options),) = found
+    assert options["max_autotune"] is True
+
+
+@pytest.mark.slow
+def test_random_numbers_and_numbers_that_change_with_inductor(device: Any, notices: list[str]) -> None:
+    compiled = torch.compile(lambda x, scale: F.dropout(x, 0.5) * scale, options={"fallback_random": True})
+    x = torch.ones(50, device=device)
+    for scale in (1.5, 2.5, 3.5):
+        torch.manual_seed(3)
+        found = compiled(x, scale)
+        torch.manual_seed(3)
+        close([found], [(F.dropout(x, 0.5) * scale).cpu()])
+    assert not notices
 
 
 def test_invalid_options(device: Any) -> None:

@@ -60,6 +60,13 @@ def test_a_gpt_learns_a_text(run: Run) -> None:
     assert percent(right) > 25
 
 
+def test_a_compiled_transformer_learns(run: Run) -> None:
+    *lines, right = run("compiled", "node1", "--there=eager", "--dtype=float32", "--steps=60")
+    assert losses(lines)[-1] < losses(lines)[0] / 2
+    assert percent(right) > 50
+    assert int(right.split()[-4]) <= 7
+
+
 def test_a_model_on_two_hosts_learns(run: Run) -> None:
     first, second, *lines, right = run("two_hosts", "node1,node2")
     assert [first.split(":")[:2], second.split(":")[:2]] == [["sky", "0"], ["sky", "1"]]

@@ -22,10 +22,11 @@ class HostGraph(torch.nn.Module):  # type: ignore[misc]
 
     def __init__(
         self,
-        graph: Callable[..., Any],
+        graph: Part,
         device: str,
         written: Collection[int],
         on_cpu: Collection[int],
+        is_dynamic: bool,
         options: Mapping[str, Any],
     ) -> None:
         """`on_cpu` are indices of inputs that are in the client's memory."""
@@ -38,15 +39,17 @@ class HostGraph(torch.nn.Module):  # type: ignore[misc]
         """Why it is not compiled; empty if it is."""
         self._on_cpu = on_cpu
         self._compiled: Callable[..., Any] | None = None
-        there = dict(options)
-        if there.pop("there") == "inductor":
-            self._compiled = torch.compile(graph, fullgraph=True, **there)
+        self.options = dict(options)
+        if self.options.pop("there") == "inductor":
+            _compiled_at_once()
+            dynamic = None if is_dynamic else False
+            self._compiled = torch.compile(graph, fullgraph=True, dynamic=dynamic, options=self.options)
 
     def forward(self, *args: Any) -> Any:
         args = tuple(arg.cpu() if at in self._on_cpu else arg for at, arg in enumerate(args))
         if self._compiled is not None:
             try:
-                with _compiling():
+                with _scalars_in_graphs() if self.graph.has_scalars else contextlib.nullcontext():
                     return self._compiled(*args)
             except Exception as error:
                 if not _is_of_compiler(error):
@@ -56,14 +59,19 @@ class HostGraph(torch.nn.Module):  # type: ignore[misc]
         return self.graph(*args)
 
 
-@contextlib.contextmanager
-def _compiling() -> Any:
-    """Settings for a graph that the client's Dynamo has already divided and guarded."""
-    from torch._dynamo import config as dynamo
-    from torch._functorch import config as functorch
+def _compiled_at_once() -> None:
+    """Inductor compiles a backward with its forward: so one that it cannot compile is known before anything runs."""
+    from torch._functorch import config
 
-    with dynamo.patch(capture_scalar_outputs=True), functorch.patch(force_non_lazy_backward_lowering=True):
-        yield
+    if hasattr(config, "force_non_lazy_backward_lowering"):
+        config.force_non_lazy_backward_lowering = True
+
+
+def _scalars_in_graphs() -> Any:
+    """``x.item()`` does not end a graph of Dynamo: the client's has found that it need not."""
+    from torch._dynamo import config
+
+    return config.patch(capture_scalar_outputs=True)
 
 
 def _is_of_compiler(error: Exception) -> bool:
@@ -79,7 +87,8 @@ def _explain(error: BaseException) -> str:
         inner = cause
     kind = type(inner).__name__
     lines = [line for line in str(inner).splitlines() if line.strip()]
-    return f"{kind}: {lines[0].strip() if lines else ''}{_HINTS.get(kind, '')}"[:500]
+    text = f"{kind}: {lines[0].strip() if lines else ''}{_HINTS.get(kind, '')}"
+    return f"Inductor cannot compile a graph there, which is executed uncompiled: {text[:500]}"
 
 
 class Part(torch.nn.Module):  # type: ignore[misc]
@@ -93,6 +102,7 @@ class Part(torch.nn.Module):  # type: ignore[misc]
         found = dict(scope)
         exec(compile(source, "<graph of torch.compile>", "exec"), found)
         self._forward = found["forward"]
+        self.has_scalars = ".item()" in source
 
     def forward(self, *args: Any) -> Sequence[Any]:
         return self._forward(self, *args)  # type: ignore[no-any-return]

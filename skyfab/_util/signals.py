@@ -16,8 +16,12 @@ import traceback
 from _signal import getsignal  # type: ignore[import-not-found]  # without enums: 15 times as fast
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from contextlib import suppress
 from types import CodeType, FrameType
-from typing import Any, Final, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+if TYPE_CHECKING:
+    import asyncio
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -240,9 +244,34 @@ class GuardedFuture(Future[Any]):
 
     def __await__(self) -> Generator[Any, None, Any]:
         """``await (f(x) > compute)``: the event loop keeps running. Cancelling the task cancels the call."""
+        return self._outcome().__await__()
+
+    async def _outcome(self) -> Any:
+        """A coroutine: Python replaces a StopIteration of the call, which no future of asyncio can have."""
         import asyncio
 
-        return asyncio.wrap_future(self).__await__()
+        loop = asyncio.get_running_loop()
+        ready = loop.create_future()
+        Future.add_done_callback(self, lambda _: wake(loop, ready))
+        try:
+            await ready
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        if self.cancelled():
+            raise asyncio.CancelledError
+        return self.result()
+
+
+def wake(loop: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
+    """Resolves a future of asyncio, from any thread."""
+
+    def resolve() -> None:
+        if not ready.done():
+            ready.set_result(None)
+
+    with suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(resolve)
 
 
 class _Waiters(list[Any]):

@@ -82,6 +82,39 @@ def test_it_can_be_awaited(future: CallFuture) -> None:
     assert asyncio.run(main()) == 3
 
 
+@pytest.mark.parametrize(
+    ("raised", "seen"),
+    [
+        (StopIteration(3), RuntimeError),
+        (StopAsyncIteration(), StopAsyncIteration),
+        (concurrent.futures.CancelledError(), concurrent.futures.CancelledError),
+    ],
+)
+@pytest.mark.parametrize("is_done", [True, False])
+def test_what_ends_loops_and_tasks_is_raised_by_await(
+    future: CallFuture, raised: BaseException, seen: type[BaseException], is_done: bool
+) -> None:
+    async def main() -> None:
+        if is_done:
+            future.settle(None, raised)
+        else:
+            asyncio.get_running_loop().call_later(0.01, future.settle, None, raised)
+        await asyncio.wait_for(future, 30)
+
+    with pytest.raises(seen) as found:
+        asyncio.run(main())
+    assert raised in (found.value, found.value.__cause__)
+
+
+def test_a_call_that_was_cancelled_cancels_who_awaits_it(future: CallFuture) -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(0.01, future.cancel)
+        await future
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
+
+
 def test_ctrl_c_stops_the_call_and_says_where(future: CallFuture, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupted() -> None:
         raise KeyboardInterrupt

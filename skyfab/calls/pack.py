@@ -19,7 +19,7 @@ from typing import Any, Final, TypeVar
 from skyfab._util.signals import is_from_handler
 from skyfab.calls.call import Call, Function
 from skyfab.calls.stream import PACKING, Stream, streamed
-from skyfab.errors import NotPicklable
+from skyfab.errors import NotPicklable, UsageError
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import name_of
 
@@ -64,7 +64,7 @@ class PackedCall:
         return max(1, self.ahead // 3) if self.yields and self.ahead else 0
 
     @property
-    def talks(self) -> bool:
+    def converses(self) -> bool:
         """Whether values are exchanged with it while it runs."""
         return self.yields or (bool(self.found) and any(isinstance(one, Stream) for one in self.found))
 
@@ -126,13 +126,16 @@ def pack_streams(call: Call[Any]) -> tuple[codec.Payload, tuple[Any, ...]]:
 
 
 def collect(pack: Callable[[], T]) -> tuple[T, tuple[Any, ...]]:
-    """What `pack` returns, and the streams and actors that it has pickled, by their numbers."""
+    """What `pack` returns, and the streams and actors that it has pickled, by their numbers. Raises UsageError."""
     found: list[Any] = []
     PACKING.found = found
     try:
-        return pack(), tuple(found)
+        packed = pack()
     finally:
         PACKING.found = None
+    if any(isinstance(one, Stream) and one.is_taken for one in found):
+        raise UsageError("an earlier call has read this stream", hint="create one for each call: f(sky.stream(…))")
+    return packed, tuple(found)
 
 
 def send_main_by_value() -> None:

@@ -70,6 +70,8 @@ class Stream(Generic[T]):
     def __init__(self, values: Iterable[T], *, shard: bool) -> None:
         self.values = iter(values)
         self.shard = shard
+        self.is_taken = False
+        """A call reads it."""
 
     def __iter__(self) -> Iterator[T]:
         return self.values

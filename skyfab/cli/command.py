@@ -243,8 +243,10 @@ def _reported(body: Callable[[], int | None]) -> int | None:
             sys.stdout.flush()
         return SIGTERM.code if code == 130 and SIGTERM.came else code
     except KeyboardInterrupt as error:
+        from skyfab.ui.failure import stopped
+
         text, code = ("terminated", SIGTERM.code) if SIGTERM.came else ("interrupted", 130)
-        text = ": ".join([text, *filter(None, [getattr(error, "stopped", "")])])
+        text = ": ".join([text, *stopped(error)])
         raise Exit(f"\n{text}" if sys.stderr.isatty() else text, code=code) from None
     except BrokenPipeError:  # a closed pipe (`| head`)
         discard_output()

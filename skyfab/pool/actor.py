@@ -176,7 +176,7 @@ class Actor:
         with SIGNAL_GUARD:
             reply = Reply()
             packed = self._packed(method, self._one, call)
-            if packed.talks:
+            if packed.converses:
                 return self.submit(method, call).result()
             with self._lock:
                 self._advance(everything=True)
@@ -218,7 +218,7 @@ class Actor:
         packed = replace(self._packed(method, self._one, call), yields=True, ahead=AHEAD)
         future = CallFuture()
         future.label = packed.label
-        [conversation] = converse(packed, 1, untrusted=self.untrusted)
+        [conversation] = converse(packed, [CallFuture()], untrusted=self.untrusted)
         with SIGNAL_GUARD, self._lock:
             self._advance(everything=True)
             self._send(packed, _Group(self, [_Submitted(method, call, future)], conversation))
@@ -256,8 +256,8 @@ class Actor:
             sent = _Group(self, group)
             try:
                 packed = self._packed_group(group)
-                if packed.talks:
-                    [sent.conversation] = converse(packed, 1, untrusted=self.untrusted)
+                if packed.converses:
+                    [sent.conversation] = converse(packed, [CallFuture()], untrusted=self.untrusted)
                 self._send(packed, sent)
             except Exception as error:
                 sent.failed(error)
@@ -269,7 +269,7 @@ class Actor:
             each = [(one.call.args[1:], one.call.kwargs) for one in group]
             with suppress(NotPicklable):
                 packed = self._packed(method, self._several, _INVOKE_ALL(method, each))
-                if not packed.talks:
+                if not packed.converses:
                     return packed
             self._waiting.extendleft(reversed(group[1:]))
             del group[1:]

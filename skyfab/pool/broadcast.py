@@ -92,8 +92,8 @@ class Broadcast:
         self.gang = gang
         self.job = gang.job
         self.future.on_cancel = self.stop
-        if self.call.talks:
-            self.conversations = converse(self.call, size, untrusted=self.untrusted)
+        if self.call.converses:
+            self.conversations = converse(self.call, [CallFuture() for _ in range(size)], untrusted=self.untrusted)
             for member, conversation in zip(gang.members, self.conversations, strict=True):
                 conversation.stop = functools.partial(self._stop_rank, member)
         for member in gang.members:

@@ -6,7 +6,8 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Literal
+from concurrent.futures import Future
+from typing import Final, Literal
 
 from skyfab._util.signals import SIGNAL_GUARD, is_from_handler
 from skyfab.calls.pack import PackedCall
@@ -26,7 +27,10 @@ from skyfab.pool.rendezvous import RendezvousFinder, strongest_need
 from skyfab.pool.stall import watch
 from skyfab.pool.streams import end_all
 from skyfab.session.timing import Timing
-from skyfab.ui.events import Events
+from skyfab.ui.events import Events, Notice
+
+_PATIENCE: Final = 5.0
+"""Seconds that a broadcast waits for a generator before a notice says so."""
 
 
 class Broadcasts:
@@ -117,7 +121,7 @@ class Broadcasts:
 
     def submit(self, call: PackedCall, nodes: Sequence[Node], *, pool: object = None) -> CallFuture:
         """Runs a call on the ranks of the available nodes, again after a failure if it may be retried."""
-        if call.talks and self._elastic is not None:
+        if call.converses and self._elastic is not None:
             raise UsageError(f"elastic gangs cannot run {call.label}: it is a generator, or an argument is a stream")
         broadcast = self._attempt(call, nodes)
         future = broadcast.future
@@ -171,10 +175,28 @@ class Broadcasts:
                     self._active = broadcast
                 elif not closed:
                     self._waiting.append(broadcast)
+                active = self._active
             if closed:
                 broadcast.end(None, _too_late(broadcast))
             elif idle:
                 self._begin(broadcast)
+            elif active is not None and active.call.yields:
+                self._explain_later(broadcast, active)
+
+    def _explain_later(self, broadcast: Broadcast, active: Broadcast) -> None:
+        """Says after a while that a broadcast waits for a generator, whose values nobody may read."""
+
+        def explain() -> None:
+            if broadcast in self._waiting and self._active is active:
+                hint = "read its iterators to the end, or close them"
+                text = f"{broadcast.call.label} waits for {active.call.label}: {hint}"
+                self._events.emit(Notice(host=active.nodes[0].name, text=text))
+
+        timer = threading.Timer(_PATIENCE, explain)
+        timer.daemon = True
+        for future in (broadcast.future, active.future):
+            Future.add_done_callback(future, lambda _: timer.cancel())
+        timer.start()
 
     @property
     def is_idle(self) -> bool:

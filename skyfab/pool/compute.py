@@ -57,7 +57,7 @@ from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.rendezvous import peer_addresses
 from skyfab.pool.scheduler import NOT_TAKEN, Scheduler, Task
 from skyfab.pool.stall import watch
-from skyfab.pool.streams import Conversation, RemoteIterator
+from skyfab.pool.streams import RemoteIterator
 from skyfab.pool.workdir import Workdirs
 from skyfab.protocol import codec
 from skyfab.providers.base import Provider
@@ -306,7 +306,7 @@ class Compute(ShownAsTable):
         SIGNAL_GUARD.wrap()
         found = self._pack_solo(call, None)
         if isinstance(found, PackedCall) and found.yields:
-            return RemoteIterator(self._generate(found, None))  # type: ignore[return-value]
+            return self._generate(found, None)  # type: ignore[return-value]
         if emitting:
             refuse_to_block()
         if isinstance(found, PackedCall) and not found.found:
@@ -346,17 +346,19 @@ class Compute(ShownAsTable):
         node = None if on == "one" else named(self.hosts, on)
         found = self._pack_solo(call, node)
         if isinstance(found, PackedCall) and found.yields:
-            return self._generate(found, node).when_begun()
+            future = CallFuture()
+            future.settle(self._generate(found, node))
+            return future
         return self._start(call, found, node, keep=keep)
 
-    def _generate(self, packed: PackedCall, node: Node | None) -> Conversation:
+    def _generate(self, packed: PackedCall, node: Node | None) -> RemoteIterator[Any]:
         """Starts a generator on one worker."""
         with SIGNAL_GUARD:
             task = Task(packed, on=node)
             conversation = task.converse(untrusted=self._scheduler.untrusted)
             self._scheduler.add(task)
             task.future.pool = self
-        return conversation
+            return RemoteIterator(conversation)
 
     def _start(
         self, call: Call[Any], found: PackedCall | DeviceStream, node: Node | None = None, *, keep: bool = False
@@ -365,7 +367,7 @@ class Compute(ShownAsTable):
         started: Task | DeviceCall
         if isinstance(found, PackedCall) and not keep:
             started = Task(found, on=node)
-            if found.talks:
+            if found.converses:
                 started.converse(untrusted=self._scheduler.untrusted)
             self._scheduler.add(started)
         else:
@@ -422,7 +424,7 @@ class Compute(ShownAsTable):
         """
         self._check_call(call)
         packed = self._pack(call)
-        if packed.talks or packed.found:
+        if packed.converses or packed.found:
             what = f"{packed.label} cannot be a detached run: it is a generator, or an argument is a stream or an actor"
             hint = "no program exchanges values with a run: return a list, write to files, create objects in it"
             raise UsageError(what, hint=hint)
@@ -445,7 +447,7 @@ class Compute(ShownAsTable):
         if running is None or running.gang is None:
             hint = "submit(call, on='all') starts one; launch(call), a run"
             raise UsageError("no broadcast is running", hint=hint)
-        if running.call.talks or running.call.found:
+        if running.call.converses or running.call.found:
             what = "it is a generator, or an argument is a stream or an actor"
             raise UsageError(f"{running.call.label} cannot be detached: {what}")
         nodes = running.gang.nodes

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any
 
 from skyfab._util.signals import SIGNAL_GUARD, GuardedCondition
 from skyfab.calls.call import AHEAD
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.stream import Stream
+from skyfab.pool.futures import CallFuture
 from skyfab.pool.streams import Conversation
 from skyfab.protocol import codec
+from skyfab.protocol.batches import Batch, joined
 from skyfab.session.replies import Reply
-
-_BATCH: Final = AHEAD // 3
-"""Most values in one message. Two messages are in progress while values for a third are collected."""
-_BYTES: Final = 4 * 1024 * 1024 // 3
-"""Most bytes of values in one message, unless one value has more."""
-_LARGE: Final = 32 * 1024
-"""Values of more bytes are sent one by one."""
 
 
 class Producer:
@@ -29,6 +25,7 @@ class Producer:
 
     def __init__(self, stream: Stream[Any], feeds: Sequence[Feed]) -> None:
         self._stream = stream
+        stream.is_taken = True
         self._feeds = feeds
         self._lock = threading.Lock()
         self._has_started = False
@@ -48,12 +45,11 @@ class Producer:
         values = self._stream.values
         try:
             for number, value in enumerate(values):
-                payload = codec.dumps(value)
-                parts = [payload.data, *map(bytes, payload.buffers)]  # a copy: the program may change its arrays
-                del value, payload
+                payload = _copied(codec.dumps(value))
+                del value
                 feeds = [self._feeds[number % len(self._feeds)]] if self._stream.shard else self._feeds
                 for feed in feeds:
-                    feed.put(parts)
+                    feed.put(payload)
                 if all(feed.has_ended for feed in self._feeds):
                     break
         except Exception as raised:
@@ -77,8 +73,7 @@ class Feed:
         self.producer: Producer
         self.has_begun = self.has_ended = False
         self._changed = GuardedCondition()
-        self._collected: list[Sequence[Any]] = []
-        self._size = 0
+        self._batch = Batch(AHEAD // 3, self._give)
         self._given: deque[tuple[str, int, Sequence[Any]]] = deque()
         """What was sent and has not been read, the oldest first. The reply to a message says that it was read."""
 
@@ -97,42 +92,36 @@ class Feed:
             self._changed.notify_all()
         self.producer.advance()
 
-    def put(self, parts: Sequence[Any]) -> None:
+    def put(self, value: codec.Payload) -> None:
         """Sends a value. Waits if two earlier messages have not been read."""
-        size = sum(map(len, parts))
-        large = len(parts) > 1 or size > _LARGE
         with self._changed:
-            if self._collected and (large or self._size + size > _BYTES or len(self._collected) >= _BATCH):
-                self._give_collected()
-            self._collected.append(parts)
-            self._size += size
-            if large or not self._given:
-                self._give_collected()
+            self._batch.make_room(value)
+            self._batch.add(value, now=not self._given)
 
     def finish(self, error: Exception | None) -> None:
         """The values have ended; `error` is the exception that ended them, if any."""
         parts: Sequence[Any] = ()
         if error is not None:
+            trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this module
+            text = "".join(traceback.format_exception(type(error), error, trace))
             try:
-                payload = codec.dumps_exception(error)
+                payload = codec.dumps((error, text))
             except Exception:
-                payload = codec.dumps(RuntimeError(f"{type(error).__qualname__}: {error}"))
-            parts = [payload.data, *map(bytes, payload.buffers)]
+                payload = codec.dumps((RuntimeError(f"{type(error).__qualname__}: {error}"), text))
+            parts = joined([_copied(payload)])
         with self._changed:
-            self._give_collected()
-            if not self.has_ended:
-                self._give(("end", 0, parts))
+            self._batch.flush()
+            self._send_new("end", 0, parts)
 
-    def _give_collected(self) -> None:
+    def _give(self, values: list[codec.Payload]) -> None:
         while not self.has_ended and len(self._given) >= 2:
             self._changed.wait()
-        values, self._collected, self._size = self._collected, [], 0
-        if values and not self.has_ended:
-            self._give(("give", len(values), [part for parts in values for part in parts]))
+        self._send_new("give", len(values), joined(values))
 
-    def _give(self, given: tuple[str, int, Sequence[Any]]) -> None:
-        self._given.append(given)
-        self._send(given)
+    def _send_new(self, *given: Any) -> None:
+        if not self.has_ended:
+            self._given.append(given)
+            self._send(given)
 
     def _send(self, given: tuple[str, int, Sequence[Any]]) -> None:
         what, count, parts = given
@@ -144,15 +133,19 @@ class Feed:
         with self._changed:
             if self._given and self._given[0] is given:
                 self._given.popleft()
-            if self._collected and not self._given and not self.has_ended:
-                values, self._collected, self._size = self._collected, [], 0
-                self._give(("give", len(values), [part for parts in values for part in parts]))
+            if not self._given:
+                self._batch.flush()
             self._changed.notify_all()
 
 
-def converse(call: PackedCall, ranks: int, *, untrusted: bool) -> list[Conversation]:
-    """The conversations with the ranks of a call, which also send them its streams."""
-    made = [Conversation(call, untrusted=untrusted) for _ in range(ranks)]
+def _copied(payload: codec.Payload) -> codec.Payload:
+    """A copy: the program may change its arrays."""
+    return codec.Payload(payload.data, [memoryview(bytes(buffer)) for buffer in payload.buffers])
+
+
+def converse(call: PackedCall, futures: Sequence[CallFuture], *, untrusted: bool) -> list[Conversation]:
+    """The conversations with the ranks of a call, which also send them its streams. `futures`: when each has ended."""
+    made = [Conversation(call, future, untrusted=untrusted) for future in futures]
     for number, stream in enumerate(call.found):
         if not isinstance(stream, Stream):
             continue

@@ -484,7 +484,7 @@ def _head(worker: str, call: PackedCall, parts: tuple[messages.Part, ...], *, ea
         parts=parts,
         timeout=call.timeout,
         each=each,
-        streams=call.talks,
+        streams=call.converses,
         ask=call.batch,
     )
 

@@ -15,7 +15,6 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future
 from typing import Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
@@ -77,10 +76,9 @@ class Task:
 
     def converse(self, *, untrusted: bool) -> Conversation:
         """Makes it a call with which something is exchanged while it runs."""
-        [found] = converse(self.call, 1, untrusted=untrusted)
+        [found] = converse(self.call, [self.future], untrusted=untrusted)
         self.conversation = found
         found.stop = self.future.cancel
-        Future.add_done_callback(self.future, lambda future: found.end(_error_of(future)))
         return found
 
     def is_wanted(self) -> bool:
@@ -100,10 +98,6 @@ class Task:
 
     def failed(self, error: Exception) -> None:
         self._scheduler.failed(self, error)
-
-
-def _error_of(future: Future[Any]) -> BaseException | None:
-    return CallCancelled("the call was cancelled") if future.cancelled() else future.exception()
 
 
 _RESERVED: Final = Task(
@@ -135,7 +129,7 @@ class Slot:
 
     def may_prefetch(self, task: Task, now: float) -> bool:
         """Whether a call may wait behind the running one: it is small, in the same process, and that is not stuck."""
-        small = task.call.arguments.size < _SMALL and not task.call.talks
+        small = task.call.arguments.size < _SMALL and not task.call.converses
         return small and self.given is self.spec and not self.is_stuck(now)
 
 
@@ -258,8 +252,15 @@ class Scheduler:
         with SIGNAL_GUARD:
             task.enter(self)
             with self._lock:
-                self._waiting.append(task)
-            self.advance()
+                slot = self._own_slot(task) if task.call.yields else None
+                if slot is None:
+                    self._waiting.append(task)
+                else:
+                    self._assign(task, slot)
+            if slot is None:
+                self.advance()
+            else:
+                self._give(task, slot)
 
     def advance(self) -> None:
         """Assigns waiting calls to slots that have room; fails those for which no host is left.
@@ -290,26 +291,31 @@ class Scheduler:
         prefetch = max(1, min(_MOST, int(_PREFETCH / max(self._mean, 1e-6))))
         for position, task in enumerate(self._waiting):
             fitting = alive if task.on is None else [slot for slot in alive if slot.node is task.on]
-            if task.call.yields and fitting:
-                fitting = [self._own_slot({slot.node for slot in fitting}, task)]
-            slot = min(fitting, key=lambda slot: len(slot.tasks), default=None)
+            least = min(fitting, key=lambda slot: len(slot.tasks), default=None)
+            slot = self._own_slot(task) if task.call.yields else least
             if slot is None:
                 del self._waiting[position]
                 return functools.partial(self._strand, [task])
             if not slot.tasks or (len(slot.tasks) < prefetch and slot.may_prefetch(task, now)):
                 del self._waiting[position]
-                slot.tasks.append(task)
-                slot.given = slot.spec
-                task.slot, task.stream = slot, 0  # the stream number on another host is void
+                self._assign(task, slot)
                 return functools.partial(self._give, task, slot)
             if task.on is None:
                 return None  # everything is busy
         return None
 
-    def _own_slot(self, nodes: set[Node], task: Task) -> Slot:
+    def _assign(self, task: Task, slot: Slot) -> None:
+        slot.tasks.append(task)
+        slot.given = slot.spec
+        task.slot, task.stream = slot, 0  # the stream number on another host is void
+
+    def _own_slot(self, task: Task) -> Slot | None:
         """An idle slot for a generator, on the node that runs the fewest; a new one if there is none."""
-        busy = Counter(slot.node for slot in self._own_slots if slot.tasks)
-        node = min(nodes, key=lambda node: (busy[node], node.index))
+        nodes = {slot.node for slot in self._slots if slot.node.lost is None and task.on in (None, slot.node)}
+        if not nodes:
+            return None
+        busy = Counter(slot.node for slot in self._own_slots if slot.tasks) if len(nodes) > 1 else {}
+        node = min(nodes, key=lambda node: (busy.get(node, 0), node.index))
         for slot in self._own_slots:
             if slot.node is node and not slot.tasks:
                 return slot

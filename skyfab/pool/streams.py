@@ -12,14 +12,12 @@ import functools
 import os
 import sys
 import threading
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
-from skyfab._util.signals import NAP, SIGNAL_GUARD, finalizer
+from skyfab._util.signals import NAP, SIGNAL_GUARD, finalizer, wake
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.results import unpack_result
 from skyfab.calls.stream import Values
@@ -27,10 +25,8 @@ from skyfab.errors import CallCancelled, ProtocolError, SkyfabError, UsageError
 from skyfab.pool.futures import CallFuture, refuse_to_block
 from skyfab.pool.node import Node
 from skyfab.protocol import messages
+from skyfab.protocol.batches import separated
 from skyfab.session.replies import Reply
-
-if TYPE_CHECKING:
-    import asyncio
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -38,6 +34,7 @@ _CLOSING: Final = 5.0
 """Seconds that a generator has to end after it was closed. Then its process is ended."""
 _LAST: Final = 2.0
 """Seconds that generators have to end when their pool closes."""
+_READY: Final = messages.Yielded()
 
 
 class Fed(Protocol):
@@ -53,16 +50,13 @@ class Fed(Protocol):
 class Conversation:
     """The exchanges with one call. Thread-safe."""
 
-    def __init__(self, call: PackedCall, *, untrusted: bool) -> None:
+    def __init__(self, call: PackedCall, future: CallFuture, *, untrusted: bool) -> None:
+        """`future` is resolved when the call has ended."""
         self._call = call
-        self._first = Reply(self._notify)
-        """The request for values that is part of the call."""
         self._untrusted = untrusted
-        self.future = CallFuture()
-        """Resolved when the call has ended."""
-        self.future.label = call.label
-        self._begun: Callable[[], CallFuture | None] = lambda: None
-        """A weak reference to the future of the iterator: an iterator without references is closed."""
+        self.future = future
+        future.label = call.label
+        concurrent.futures.Future.add_done_callback(future, lambda _: self._ended())
         self.stop: Callable[[], object] = lambda: None
         """Stops the call, and ends its process."""
         self.feeds: list[Fed] = []
@@ -71,15 +65,21 @@ class Conversation:
         self._worker = ""
         self._stream = 0
         self._lock = threading.RLock()
+        self._left = 0
+        """How many of the values that the call itself asks for have not arrived."""
+        self._early: deque[tuple[messages.Message, list[memoryview]]] = deque()
+        """Messages with those that have arrived."""
         self._asked: deque[Reply] = deque()
-        """Requests for values, the oldest first."""
-        self._values: deque[tuple[bool, list[memoryview]]] = deque()
-        """Values that have arrived: whether each is plain data, and its buffers."""
+        """Later requests for values, the oldest first."""
+        self._is_read = False
+        """Whether a value was used."""
         self._has_more = True
         """Whether the generator may have further values."""
+        self._values: deque[tuple[bool, list[memoryview]]] = deque()
+        """Values that have arrived: whether each is plain data, and its buffers."""
         self._process = os.getpid()
-        self._is_closed = self.is_cut_off = False
-        """Whether its iterator was closed, or the pool."""
+        self._is_closed = self.is_cut_off = self.has_ended = False
+        """Whether its iterator was closed, or the pool; whether the call has ended."""
         self._ready: list[Callable[[], object]] = []
         """To be called when there is a value or an end."""
 
@@ -98,45 +98,38 @@ class Conversation:
         """The call was sent; possibly again, to another worker, because it had not begun."""
         with SIGNAL_GUARD, self._lock:
             self._node, self._worker, self._stream = node, worker, stream
+            self._left = self._call.batch
             self._asked.clear()
-            self._has_more = True
-            if self._call.batch:
-                self._asked.append(self._first)
             for feed in self.feeds:
                 feed.begin()
             if self._is_closed:
                 self._send_close()
-        if (begun := self._begun()) is not None and not begun.done():
-            begun.settle(RemoteIterator(self))
-        self._notify()
+            if self._ready:
+                self._ask_now()
 
     def end(self, error: BaseException | None) -> None:
         """The call has ended."""
         self.future.settle(None, error)
-        if not self._first.is_there:
-            self.yielded(messages.Yielded(), [])
-        if (begun := self._begun()) is not None and not begun.done():
-            begun.settle(None, error)
+
+    def _ended(self) -> None:
+        self.has_ended = True
         for feed in self.feeds:
             feed.stop()
         self._notify()
 
-    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        """The first values have arrived."""
-        if not self._first.is_there:
-            self._first.answered(message, buffers)
+    def _error(self) -> BaseException | None:
+        return CallCancelled("the call was cancelled") if self.future.cancelled() else self.future.exception()
 
-    def when_begun(self) -> CallFuture:
-        """The future of the iterator over its values, which is resolved when the call begins."""
-        future = CallFuture()
-        future.label = self._call.label
-        future.on_cancel = lambda: self.close(wait=False)
-        self._begun = weakref.ref(future)
-        if self._node is not None:
-            future.settle(RemoteIterator(self))
-        elif self.future.done():
-            future.settle(None, self.future.exception())
-        return future
+    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
+        """Values have arrived that the call itself asks for; without any, the next one is large."""
+        with SIGNAL_GUARD, self._lock:
+            count = max(0, getattr(message, "count", 0))
+            self._left = max(0, self._left - count) if count else 0
+            if count:
+                self._early.append((message, buffers))
+            elif self._ready:
+                self._ask_now()
+        self._notify()
 
     def exchange(self, what: str, caller: Reply, parts: Sequence[Any] = (), **about: int) -> None:
         """Sends an exchange. If the host is lost, `caller` fails immediately."""
@@ -157,13 +150,14 @@ class Conversation:
     @property
     def is_ready(self) -> bool:
         """Whether there is a value, or an end."""
-        if self._values:
+        if self._values or self._early:
             return True
-        return self._asked[0].is_there if self._asked else self.future.done()
+        return self._asked[0].is_there if self._asked and not self._left else self.has_ended
 
     def when_ready(self, call: Callable[[], object]) -> None:
         """Calls `call` once `is_ready`."""
         with SIGNAL_GUARD, self._lock:
+            self._ask_now()
             ready = self.is_ready
             if not ready:
                 self._ready.append(call)
@@ -180,7 +174,7 @@ class Conversation:
 
     def _wait(self) -> None:
         reply = Reply()
-        self.when_ready(lambda: reply.failed(CallCancelled("")))
+        self.when_ready(lambda: reply.answered(_READY, []))
         if self._node is not None:
             self._node.session.read_until_there(reply)
         reply.block()
@@ -197,49 +191,68 @@ class Conversation:
             if self._is_closed:
                 raise StopIteration
             while not self._values:
-                with self._lock:
-                    if not self._asked and self._has_more and self._node is not None and not self.future.done():
-                        self._ask()
-                if not self.is_ready:
-                    refuse_to_block()
-                    self._wait()
-                with self._lock:
-                    if not self._values and self._asked and self._asked[0].is_there:
-                        self._take(self._asked.popleft())
-                    elif not self._values and not self._asked and self.future.done():
-                        self.future.result()
-                        if self.is_cut_off:
-                            raise self._cut_off()
-                        raise StopIteration
+                self._receive()
             plain, buffers = self._values.popleft()
+            self._ask_ahead()
         message = messages.Result(parts=(), plain=plain)
         label, untrusted = self._call.label, self._untrusted
         return unpack_result(message, buffers, host=self.host, rank=None, label=label, untrusted=untrusted)
 
-    def _cut_off(self) -> CallCancelled:
-        hint = "read it inside the with block"
-        return CallCancelled(f"{self._call.label} was ended when the pool was closed", host=self.host, hint=hint)
+    def _receive(self) -> None:
+        """Waits for values. Raises StopIteration, or what the generator has raised."""
+        if not self.is_ready:
+            refuse_to_block()
+            self._wait()
+        with self._lock:
+            if self._values:
+                return
+            if self._early:
+                self._take(*self._early.popleft())
+            elif self._asked and not self._left:
+                try:
+                    found = self._asked.popleft().found
+                except SkyfabError:  # the host is lost: that is how the call ends
+                    self._has_more = False
+                else:
+                    self._has_more = self._take(*found)
+            elif self.has_ended:
+                if (error := self._error()) is not None:
+                    raise error
+                raise self._cut_off() if self.is_cut_off else StopIteration
+
+    def _take(self, message: messages.Message, buffers: list[memoryview]) -> bool:
+        """Takes the values of a reply. Returns whether there are any."""
+        if not isinstance(message, messages.Yielded):
+            return False
+        values = separated(message, buffers)
+        if len(values) > max(1, self._call.batch):
+            raise ProtocolError("more values than it was asked for", host=self.host)
+        self._values.extend((message.plain, value) for value in values)
+        return bool(values)
+
+    def _ask_ahead(self) -> None:
+        """Asks for more values before they are needed; not before the first one is used, so that it is used sooner."""
+        most = min(2 if self._is_read else 1, self._call.ahead) - bool(self._left)
+        self._is_read = True
+        if len(self._asked) < most:
+            with self._lock:
+                while self._has_more and len(self._asked) < most and not (self._is_closed or self.has_ended):
+                    self._ask()
+
+    def _ask_now(self) -> None:
+        """Asks for values if none are there and none have been asked for."""
+        asked = self._values or self._early or self._left or self._asked
+        if self._has_more and not (asked or self._node is None or self.has_ended):
+            self._ask()
 
     def _ask(self) -> None:
         asked = Reply(self._notify)
         self._asked.append(asked)
-        self.exchange("next", asked, count=max(1, self._call.batch))
+        self.exchange("next", asked)
 
-    def _take(self, asked: Reply) -> None:
-        """Takes the values of a reply, and asks for more."""
-        message: messages.Message | None = None
-        with suppress(SkyfabError):  # the host is lost: that is how the call ends
-            message, buffers = asked.wait()
-        if not isinstance(message, messages.Yielded) or not message.count:
-            self._has_more = asked is self._first and not self.future.done()  # then its first value is large
-            return
-        values = [buffers] if message.count == 1 else [[buffer] for buffer in buffers]
-        if len(values) != message.count or message.count > max(1, self._call.batch):
-            raise ProtocolError("invalid reply with values of a generator", host=self.host)
-        self._values.extend((message.plain, value) for value in values)
-        most = 1 if asked is self._first else 2  # so that the first value is used sooner
-        while self._has_more and len(self._asked) < min(most, self._call.ahead) and not self._is_closed:
-            self._ask()
+    def _cut_off(self) -> CallCancelled:
+        hint = "read it inside the with block"
+        return CallCancelled(f"{self._call.label} was ended when the pool was closed", host=self.host, hint=hint)
 
     # ---- closing
 
@@ -250,7 +263,7 @@ class Conversation:
         with SIGNAL_GUARD:
             with self._lock:
                 first, self._is_closed = not self._is_closed, True
-                if self.future.done():
+                if self.has_ended:
                     return
                 begun = self._node is not None
                 if begun and first:
@@ -260,7 +273,7 @@ class Conversation:
             elif wait:
                 self._await_end()
             elif first:
-                timer = threading.Timer(_CLOSING, lambda: self.future.done() or self.stop())
+                timer = threading.Timer(_CLOSING, lambda: self.has_ended or self.stop())
                 timer.daemon = True
                 concurrent.futures.Future.add_done_callback(self.future, lambda _: timer.cancel())
                 timer.start()
@@ -273,6 +286,8 @@ class Conversation:
             error = self.future.exception(_CLOSING)
         except concurrent.futures.TimeoutError:
             self.stop()
+            return
+        except concurrent.futures.CancelledError:
             return
         if error is not None and not isinstance(error, SkyfabError):  # else it has ended in another way
             raise error
@@ -298,10 +313,8 @@ class RemoteIterator(Values[T_co]):
         try:
             return self.conversation.next_value()  # type: ignore[no-any-return]
         except BaseException as error:
-            if not isinstance(error, Exception) or not self.conversation.future.done():
-                self.conversation.close(wait=False)  # interrupted
-            if isinstance(error, KeyboardInterrupt) and self.conversation.host:
-                vars(error)["stopped"] = f"stopped on {self.conversation.host}"
+            if not isinstance(error, Exception) or not self.conversation.has_ended:
+                _stop(error, [self])
             raise
 
     async def __anext__(self) -> T_co:
@@ -310,9 +323,12 @@ class RemoteIterator(Values[T_co]):
         loop = asyncio.get_running_loop()
         while not self.conversation.is_ready:
             ready = loop.create_future()
-
-            self.conversation.when_ready(functools.partial(_wake, loop, ready))
-            await ready
+            self.conversation.when_ready(functools.partial(wake, loop, ready))
+            try:
+                await ready
+            except BaseException as error:  # cancelled, also by Ctrl-C
+                _stop(error, [self])
+                raise
         try:
             return self.__next__()
         except StopIteration:
@@ -334,22 +350,22 @@ class RemoteIterator(Values[T_co]):
         conversation = getattr(self, "conversation", None)
         if conversation is None or conversation.is_parents or sys.is_finalizing():
             return
-        if not conversation.future.done():
+        if not conversation.has_ended:
             threading.Thread(target=conversation.close, kwargs={"wait": False}, daemon=True).start()
 
     def __repr__(self) -> str:
         conversation = self.conversation
-        state = "ended" if conversation.future.done() else f"on {conversation.host}" if conversation.host else "waiting"
+        state = "ended" if conversation.has_ended else f"on {conversation.host}" if conversation.host else "waiting"
         return f"<values of {conversation.future.label}: {state}>"
 
 
-def _wake(loop: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
-    def resolve() -> None:
-        if not ready.done():
-            ready.set_result(None)
-
-    with suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(resolve)
+def _stop(error: BaseException, iterators: Sequence[RemoteIterator[Any]]) -> None:
+    """Ends generators that were interrupted. The message of Ctrl-C says on which hosts."""
+    for one in iterators:
+        one.conversation.close(wait=False)
+    hosts = [*filter(None, dict.fromkeys(one.conversation.host for one in iterators))]
+    for raised in filter(None, (error, error.__context__)):  # asyncio cancels tasks while it handles Ctrl-C
+        vars(raised)["stopped"] = f"stopped on {', '.join(hosts)}" if hosts else ""
 
 
 def merge(*iterators: Values[Any]) -> Iterator[tuple[int, Any]]:
@@ -373,10 +389,13 @@ def _merged(iterators: Sequence[RemoteIterator[Any]]) -> Iterator[tuple[int, Any
             rank = ready.get(timeout=NAP)
         except Empty:
             continue
+        except BaseException as error:
+            _stop(error, iterators)
+            raise
         try:
             value = next(iterators[rank])
         except StopIteration:
             left -= 1
             continue
-        iterators[rank].conversation.when_ready(functools.partial(ready.put, rank))
         yield rank, value
+        iterators[rank].conversation.when_ready(functools.partial(ready.put, rank))

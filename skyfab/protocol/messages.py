@@ -211,7 +211,7 @@ class Exchange(Message):
     number: int = 0
     """Which argument it is about."""
     count: int = 0
-    """How many values are asked for at most, or given."""
+    """How many values are given."""
     parts: Sequence[Part] = ()
 
 

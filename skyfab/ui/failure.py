@@ -57,6 +57,11 @@ def is_from_pool(error: BaseException) -> bool:
     )
 
 
+def stopped(error: BaseException) -> Sequence[str]:
+    """Where Ctrl-C has stopped something; in a coroutine, the exception that it came from says so."""
+    return [*filter(None, (getattr(one, "stopped", "") for one in _causes(error)))][:1]
+
+
 # ---- parts
 
 
@@ -228,7 +233,7 @@ def _shown(error: BaseException) -> str | None:
         if not is_from_pool(error):
             return None
         if isinstance(error, KeyboardInterrupt):
-            return ": ".join(["interrupted", *filter(None, [getattr(error, "stopped", "")])])
+            return ": ".join(["interrupted", *stopped(error)])
         return text(error)
     except Exception:  # an exception of the program whose parts cannot be printed: Python copes with these
         return None

@@ -200,6 +200,12 @@ def say() -> None:
     print("rank", sky.instance_info().rank)
 
 
+@sky.function
+def values_of_rank(count: int) -> Iterator[tuple[int, int]]:
+    for number in range(count):
+        yield sky.instance_info().rank, number
+
+
 @pytest.fixture
 def many(request: pytest.FixtureRequest) -> Iterator[Lab]:
     with start(request.param, python=sys.executable) as lab:
@@ -224,6 +230,9 @@ def test_a_pool_of_many_hosts_opens_calls_maps_prints_and_closes(many: Lab) -> N
     with sky.Compute(inventory=many.inventory, plugins=[Connected()], heartbeat_timeout=60, ui="none") as compute:
         assert meet() @ compute == [1] * count
         assert compute.map(abs, range(-10_000, 0)) == list(range(10_000, 0, -1))
+        found = list(sky.merge(*(values_of_rank(100) @ compute)))
+        assert sorted(found) == [(rank, (rank, number)) for rank in range(count) for number in range(100)]
+        assert [number for rank, (_, number) in found if rank == count - 1] == list(range(100))
         compute.events.subscribe(note)
         say() @ compute
         until(lambda: len(lines) == count)

@@ -17,6 +17,7 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
+from skyfab.ui.events import Notice
 
 
 @sky.function
@@ -99,6 +100,18 @@ def test_large_values_and_arrays_that_are_used_again(pool: sky.Compute) -> None:
 
     found = [(len(content), content[0], content[-1]) for content in reused() >> pool]
     assert found == [(3_000_000, number, number) for number in range(8)]
+
+
+@pytest.mark.parametrize("small", [0, 1, 20, 21, 22, 42, 63])
+def test_small_and_large_values_come_in_order(compute: sky.Compute, small: int) -> None:
+    @sky.function
+    def mixed() -> Iterator[tuple[int, bytes]]:
+        for number in range(150):
+            yield number, bytes(100_000 if number % (small + 1) == small else 2_000)
+
+    assert [(number, len(content)) for number, content in mixed() >> compute] == [
+        (number, 100_000 if number % (small + 1) == small else 2_000) for number in range(150)
+    ]
 
 
 def test_a_stream_goes_there_and_comes_back(pool: sky.Compute) -> None:
@@ -228,6 +241,33 @@ def test_ctrl_c_ends_the_generator(compute: sky.Compute, tmp_path: Path) -> None
     until(path.exists)
 
 
+def test_ctrl_c_in_a_coroutine_ends_the_generator(compute: sky.Compute, tmp_path: Path) -> None:
+    path = tmp_path / "ended"
+    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
+
+    async def read() -> None:
+        values: Any = guarded(str(path)) >> compute
+        async for _ in values:
+            timer.start()
+
+    with pytest.raises(KeyboardInterrupt):
+        asyncio.run(read())
+    until(path.exists)
+
+
+def test_ctrl_c_while_several_are_read_ends_all(compute: sky.Compute, tmp_path: Path) -> None:
+    paths = [tmp_path / "first", tmp_path / "second"]
+    values = [guarded(str(path)) >> compute for path in paths]
+    merged = sky.merge(*values)
+    assert [next(merged), next(merged)]
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    with pytest.raises(KeyboardInterrupt) as raised:
+        next(merged)
+    assert vars(raised.value)["stopped"] == "stopped on local"
+    for path in paths:
+        until(path.exists)
+
+
 def test_generators_end_with_their_pool(tmp_path: Path) -> None:
     path = tmp_path / "ended"
     with sky.Compute("local", ui="none") as pool:
@@ -265,6 +305,7 @@ def test_what_a_generator_raises_while_it_ends_is_raised_here(compute: sky.Compu
     def angry() -> Generator[int, None, None]:
         try:
             yield 1
+            time.sleep(1000)  # else it has ended before it is closed
         finally:
             raise ValueError("not now")
 
@@ -331,6 +372,27 @@ def test_the_producers_exception_is_raised_there(compute: sky.Compute) -> None:
     assert catches(numbers()) >> compute == ([1], "no more")
     with pytest.raises(LookupError, match="no more"):
         total(numbers()) >> compute
+
+
+def test_the_producers_traceback_is_shown(compute: sky.Compute) -> None:
+    def produced() -> Iterator[int]:
+        yield 1
+        raise LookupError("no more")
+
+    with pytest.raises(LookupError, match="no more") as raised:
+        total(produced()) >> compute
+    assert isinstance(raised.value.__cause__, sky.RemoteTraceback)
+    text = raised.value.__cause__.text
+    assert text.index("on the client") < text.index("in produced") < text.index("in total")
+    assert "feeds.py" not in text
+
+
+@pytest.mark.parametrize("again", [lambda call, pool: call >> pool, lambda call, pool: call @ pool])
+def test_a_stream_is_for_one_call(compute: sky.Compute, again: Callable[..., Any]) -> None:
+    numbers = sky.stream(range(4))
+    assert total(numbers) >> compute == 6
+    with pytest.raises(sky.UsageError, match="an earlier call has read this stream"):
+        again(total(numbers), compute)
 
 
 def test_streams_anywhere_in_the_arguments(compute: sky.Compute) -> None:
@@ -483,3 +545,30 @@ def test_an_iterator_where_none_is_expected_is_explained(compute: sky.Compute) -
         plain(number for number in range(3)) >> compute
     with pytest.raises(TypeError, match=r"has not run: for value in count\(…\) >> compute"):
         list(count(3))
+
+
+def test_values_that_are_not_read_ahead_come_in_coroutines_and_merged(compute: sky.Compute) -> None:
+    slow = sky.function(ahead=0)(count.fn)
+
+    async def read() -> list[int]:
+        values: Any = slow(3) >> compute
+        return [value async for value in values]
+
+    assert asyncio.run(asyncio.wait_for(read(), 30)) == [0, 1, 2]
+    assert sorted(sky.merge(slow(2) >> compute, slow(2) >> compute)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_a_broadcast_that_waits_for_iterators_nobody_reads_says_so(
+    compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyfab.pool.broadcasts._PATIENCE", 0.1)
+    said: list[str] = []
+    unsubscribe = compute.events.subscribe(lambda event: said.append(str(event)) if isinstance(event, Notice) else None)
+    values: Any = count(1000) @ compute
+    waiting = compute.submit(total([1, 2]), on="all")
+    until(lambda: said)
+    assert said == ["local: total waits for count: read its iterators to the end, or close them"]
+    for one in values:
+        one.close()
+    assert waiting.result() == [3]
+    unsubscribe()

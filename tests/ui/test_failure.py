@@ -218,7 +218,7 @@ def test_in_ipython_other_exceptions_are_shown_as_ever(
 # ---- whole programs
 
 PROGRAM = """
-import threading, time
+import asyncio, threading, time
 import skyfab as sky
 import parts
 
@@ -235,6 +235,18 @@ if __name__ == "__main__":
 PARTS = """
 def step(n):
     raise ValueError(f"bad batch in epoch {n}")
+
+import time
+import skyfab as sky
+
+@sky.function
+def values():
+    yield 1
+    time.sleep(60)
+
+async def read(values):
+    async for _ in values:
+        pass
 """
 
 
@@ -269,7 +281,14 @@ def test_a_thread_of_a_program_shows_the_same(tmp_path: Path) -> None:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("line", ["train(3) @ compute", "train(3) >> compute", "compute.map(train, [1, 2])"])
+@pytest.mark.parametrize(
+    "line",
+    [
+        *("train(3) @ compute", "train(3) >> compute", "compute.map(train, [1, 2])"),
+        "list(sky.merge(*(parts.values() @ compute)))",
+        "asyncio.run(parts.read(parts.values() >> compute))",
+    ],
+)
 def test_ctrl_c_is_one_line(tmp_path: Path, line: str) -> None:
     path = program(tmp_path, f"print('go', flush=True); parts.step = print; {line}")
     with subprocess.Popen(

@@ -11,9 +11,13 @@ import select
 import signal
 import threading
 import time
+from _thread import start_new_thread
 from collections import deque
 
+from skyfab.errors import RemoteTraceback
 from skyfab.protocol import codec, messages
+from skyfab.protocol.batches import BYTES, Batch, is_large, joined, separated
+from skyfab.protocol.mux import SMALL
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
@@ -22,16 +26,12 @@ if TYPE_CHECKING:
 else:
     Protocol = object
 
-_LARGE: Final = 32 * 1024
-"""Values of more bytes are sent one by one."""
-_BATCH: Final = 2 * 1024 * 1024
-"""Bytes of small values in one reply."""
 _QUICK: Final = 0.0002
 """Seconds that a generator takes for a value which is sent immediately. Values that come faster are collected."""
 _PATIENCE: Final = 0.001
 """Seconds after which collected values are sent although the message is not full."""
-_IDLE: Final = 20
-"""How often the thread that sends them finds nothing before it sleeps."""
+_MOMENT: Final = 0.1
+"""Seconds after which a generator that is closed is interrupted where it runs."""
 _DONE: Final = messages.Yielded().encode()
 
 
@@ -69,44 +69,50 @@ class Exchanges:
         self._at_end = False
         self.inside: list[int] = []
         """Exchanges that functions have in progress, in which nothing may be interrupted."""
-        self.talks: dict[int, Talk] = {}
+        self._is_missed = False
+        """SIGINT has arrived while nothing could be interrupted."""
+        self.conversations: dict[int, Conversation] = {}
         """The calls that exchange something, by stream."""
         self._local = threading.local()
         self._numbers = itertools.count(1)
 
-    def enter(self, stream: int) -> Talk | None:
+    def enter(self, stream: int) -> Conversation | None:
         """This thread begins a call, and unpickles its arguments."""
-        self._local.talk = talk = self.talks.get(stream)
-        return talk
+        self._local.conversation = conversation = self.conversations.get(stream)
+        return conversation
 
     def argument(self, number: int) -> Argument:
-        talk: Talk | None = self._local.talk
-        if talk is None:
+        conversation: Conversation | None = self._local.conversation
+        if conversation is None:
             raise RuntimeError("this call has no streams")
-        return talk.argument(number)
+        return conversation.argument(number)
 
     def ask(self, request: tuple[Any, ...]) -> Any:
         """Asks the client, in an exchange that belongs to no call; the reply is the only value of an argument."""
-        talk = self.talks.setdefault(0, Talk(self, 0, 0))
+        conversation = self._of_process()
         number = next(self._numbers)
         payload = self.encode((number, *request))
         self.inside.append(number)
         try:
-            talk.request(payload)
-            return next(talk.argument(number))
+            conversation.request(payload)
+            return next(conversation.argument(number))
         finally:
             self.inside.remove(number)
-            talk.forget(number)
+            conversation.forget(number)
+
+    def _of_process(self) -> Conversation:
+        """The one that belongs to no call."""
+        return self.conversations.setdefault(0, Conversation(self, 0, 0))
 
     def open(self, stream: int, ask: int) -> None:
         """A call has arrived that exchanges something, and is asked for this many values."""
-        self.talks[stream] = Talk(self, stream, ask)
+        self.conversations[stream] = Conversation(self, stream, ask)
 
     def end(self, stream: int) -> None:
         """A call has ended: replies to its exchanges that have no reply."""
         with self._lock:
-            talk = self.talks.pop(stream, None)
-            asked = [] if talk is None else list(talk.unanswered())
+            conversation = self.conversations.pop(stream, None)
+            asked = [] if conversation is None else list(conversation.unanswered())
         for one in asked:
             self.done(one)
 
@@ -115,23 +121,18 @@ class Exchanges:
 
     def yielded(self, stream: int, values: list[codec.Payload]) -> None:
         """Replies with values; without any, the client must ask again."""
-        if len(values) == 1:
-            payload = values[0]
-            parts = (len(payload.data), *map(len, payload.buffers))
-        else:
-            payload = codec.Payload(b"".join(value.data for value in values))
-            parts = tuple(len(value.data) for value in values)
+        parts = joined(values)
         self._worker.flush()
-        message = messages.Yielded.head(parts=parts, count=len(values), plain=self._worker.plain)
-        self._worker.send(stream, message, payload)
+        message = messages.Yielded.head(parts=tuple(map(len, parts)), count=len(values), plain=self._worker.plain)
+        self._worker.send(stream, message, codec.Payload(b"", parts))
 
     def take(self, stream: int, message: messages.Exchange, buffers: list[memoryview]) -> None:
         """An exchange has arrived."""
         with self._lock:
-            talk = self.talks.setdefault(0, Talk(self, 0, 0)) if not message.call else self.talks.get(message.call)
-            if talk is not None:
-                talk.take(stream, message, buffers)
-        if talk is None:
+            conversation = self.conversations.get(message.call) if message.call else self._of_process()
+            if conversation is not None:
+                conversation.take(stream, message, buffers)
+        if conversation is None:
             self.done(stream)
 
     def read_until(self, ready: Callable[[], object]) -> bool:
@@ -157,43 +158,49 @@ class Exchanges:
 
     def interrupted(self) -> None:
         """SIGINT has arrived, on the main thread: the client closes a generator that may be running there."""
-        if self._reader is not None or self.inside or not any(talk.runs_here for talk in self.talks.values()):
-            return  # the reason is read without this, and what was interrupted may hold a lock
+        self._is_missed = True
+        if self._reader is not None or self.inside or not any(one.runs_here for one in self.conversations.values()):
+            return  # what was interrupted may hold a lock; `check` follows
+        self._is_missed = False
         while self._ready.poll(0) and self._worker.read():
             pass
-        for talk in list(self.talks.values()):
-            talk.interrupt()
+        for conversation in list(self.conversations.values()):
+            conversation.interrupt()
+
+    def check(self) -> None:
+        """The generator continues: ends it if a SIGINT has arrived meanwhile."""
+        if self._is_missed:
+            self.interrupted()
 
 
-class Talk:
+class Conversation:
     """The exchanges of one call."""
 
     def __init__(self, exchanges: Exchanges, stream: int, ask: int) -> None:
         self._exchanges = exchanges
         self._stream = stream
-        self.is_closed = False
+        self.is_closed = self._is_waited_for = False
         self._closers: list[int] = []
-        self._asked: deque[tuple[int, int]] = deque([(stream, ask)] if ask else [])
-        """Requests for values: the stream, and how many at most. The first is part of the call itself."""
+        self._asked: deque[int] = deque([stream] if ask else [])
+        """Streams of the requests for values. The first is that of the call itself."""
+        self._left = ask
+        """How many values the call itself asks for. They are sent in several messages, so that the first comes soon."""
         self._arguments: dict[int, Argument] = {}
-        self._values: list[codec.Payload] = []
-        """Small values that are collected for the first request."""
-        self._size = 0
+        self._batch = Batch(max(1, ask), self._send)
         self._has_sent = False
         self._lock = threading.Lock()
         """Protects what is collected: two threads send it."""
-        self._collected: threading.Semaphore | None = None
-        self._is_watched = False
-        """Another thread regularly checks whether something is collected."""
+        self._collected: threading.Event | None = None
+        """Set while something is collected."""
         self.unpicklable = ""
-        """The type of a value that cannot be pickled; then `generate` has raised the error."""
+        """The type of a value that could not be pickled, when `generate` has raised the error."""
         self._runs_on: int | None = None
         """The thread on which the generator runs at this moment."""
 
     def take(self, stream: int, message: messages.Exchange, buffers: list[memoryview]) -> None:
         """An exchange has arrived. Runs on the thread that reads."""
         if message.what == "next":
-            self._asked.append((stream, message.count))
+            self._asked.append(stream)
         elif message.what == "close":
             self.is_closed = True
             self._closers.append(stream)
@@ -205,7 +212,7 @@ class Talk:
     def unanswered(self) -> Iterator[int]:
         """The streams of exchanges that have no reply."""
         yield from self._closers
-        yield from (stream for stream, _ in self._asked if stream != self._stream)
+        yield from (stream for stream in self._asked if stream != self._stream)
         for argument in self._arguments.values():
             yield from argument.unanswered()
 
@@ -219,21 +226,26 @@ class Talk:
         return self._runs_on == threading.get_ident()
 
     def interrupt(self) -> None:
-        """Ends a generator that runs on this thread, if it was closed."""
-        if self.is_closed and self.runs_here:
+        """Ends a generator that runs on this thread, if it was closed.
+
+        First it has a moment to come to its next value, or to its own end: it may be in a ``finally`` block.
+        """
+        if not (self.is_closed and self.runs_here):
+            return
+        if self._is_waited_for:
             self._runs_on = None  # once
             raise GeneratorExit
+        self._is_waited_for = True
+        start_new_thread(_interrupt_later, (threading.get_ident(),))  # a handler cannot use locks of `threading`
 
     def request(self, payload: codec.Payload) -> None:
         """Sends one value as soon as the client asks for it."""
-        sent = False
-        while not sent:
+        while True:
             self.wait(lambda: self._asked)
             with self._lock:
                 if self._asked:
-                    stream, _ = self._asked.popleft()
-                    sent = True
-        self._exchanges.yielded(stream, [payload])
+                    self._exchanges.yielded(self._asked.popleft(), [payload])
+                    return
 
     def forget(self, number: int) -> None:
         """An argument is no longer needed."""
@@ -245,6 +257,7 @@ class Talk:
         if not self._exchanges.read_until(lambda: ready() or self.is_closed):
             raise EOFError("the agent of this host has ended")
         self._runs_on = runs_on
+        self._exchanges.check()
         if self.is_closed and not ready():
             raise GeneratorExit
 
@@ -265,7 +278,7 @@ class Talk:
                 raise
         finally:
             with self._lock:
-                self._send()
+                self._batch.flush()
             close = getattr(values, "close", None)
             if close is not None:
                 close()
@@ -274,6 +287,7 @@ class Talk:
         began = time.monotonic()
         self._runs_on = threading.get_ident()
         try:
+            self._exchanges.check()
             value = next(values)
         finally:
             self._runs_on = None
@@ -292,69 +306,63 @@ class Talk:
             self._exchanges.done(stream)
         finally:
             self._exchanges.inside.remove(stream)
+        self._exchanges.check()
 
-    def _put(self, payload: codec.Payload, *, quick: bool) -> None:
+    @property
+    def _is_asked_by_call(self) -> bool:
+        """The next message belongs to the call itself. Only small ones can come before its reply."""
+        return bool(self._asked) and self._asked[0] == self._stream
+
+    def _put(self, value: codec.Payload, *, quick: bool) -> None:
         """Sends a value, or collects those that come quickly."""
-        size = payload.size
-        large = bool(payload.buffers) or size > _LARGE
-        if large:
-            with self._lock:
-                self._send()
-                if self._asked and self._asked[0][0] == self._stream:  # only small values are sent with the call
-                    self._asked.popleft()
-                    self._exchanges.yielded(self._stream, [])
         while not self.is_closed:
             with self._lock:
+                self._batch.make_room(value, SMALL if self._is_asked_by_call else BYTES)
+                if self._is_asked_by_call and is_large(value):
+                    self._exchanges.yielded(self._asked.popleft(), [])
                 if self._asked:
-                    self._values.append(payload)
-                    self._size += size
-                    full = large or len(self._values) >= self._asked[0][1] or self._size >= _BATCH
-                    if full or not quick:
-                        self._send()
-                    elif not self._is_watched:
-                        self._watch()
+                    self._batch.add(value, now=not quick)
+                    if self._batch.values:
+                        self._send_soon()
                     return
-            # What was collected has been sent by the other thread, or just now.
             self._exchanges.read_until(lambda: self._asked or self.is_closed)
 
-    def _watch(self) -> None:
+    def _send_soon(self) -> None:
         """Has another thread send what is collected, if it is not sent soon."""
-        self._is_watched = True
         if self._collected is None:
-            self._collected = threading.Semaphore(0)
-            threading.Thread(target=self._send_soon, args=(self._collected,), daemon=True).start()
-        self._collected.release()
+            self._collected = threading.Event()
+            threading.Thread(target=self._send_later, args=(self._collected,), daemon=True).start()
+        if not self._collected.is_set():
+            self._collected.set()
 
-    def _send_soon(self, collected: threading.Semaphore) -> None:
-        while self._stream in self._exchanges.talks:
-            if not collected.acquire(timeout=1.0):
-                continue
-            found: list[codec.Payload] | None = None
-            idle = 0
-            while idle < _IDLE:
+    def _send_later(self, collected: threading.Event) -> None:
+        while self._stream in self._exchanges.conversations:
+            if collected.wait(timeout=1.0):
+                collected.clear()
                 time.sleep(_PATIENCE)
                 with self._lock:
-                    if found is self._values:
-                        self._send()
-                    idle = 0 if self._values else idle + 1
-                    found = self._values or None
-                    self._is_watched = idle < _IDLE
+                    self._batch.flush()
 
-    def _send(self) -> None:
-        """Sends what was collected, with the lock held."""
-        if not self._values:
-            return
-        values, self._values, self._size = self._values, [], 0
-        stream, _ = self._asked.popleft()  # values are collected only if there is one
+    def _send(self, values: list[codec.Payload]) -> None:
+        """Sends values, with the lock held. They were collected for the first request."""
+        stream = self._asked[0]
+        self._left -= len(values)
+        if not self._is_asked_by_call or self._left <= 0:
+            self._asked.popleft()
         self._exchanges.yielded(stream, values)
         self._has_sent = True
+
+
+def _interrupt_later(thread: int) -> None:
+    time.sleep(_MOMENT)
+    signal.pthread_kill(thread, signal.SIGINT)
 
 
 class Argument:
     """An argument that is a stream: an iterator over the values that the client sends."""
 
-    def __init__(self, talk: Talk) -> None:
-        self._talk = talk
+    def __init__(self, conversation: Conversation) -> None:
+        self._conversation = conversation
         self._given: deque[tuple[int, deque[list[memoryview]]]] = deque()
         """What has arrived: the stream of each exchange, and its values."""
         self._end: tuple[int, list[memoryview]] | None = None
@@ -363,8 +371,7 @@ class Argument:
         if message.what == "end":
             self._end = (stream, buffers)
         else:
-            values = [buffers] if message.count == 1 else [[buffer] for buffer in buffers]
-            self._given.append((stream, deque(values)))
+            self._given.append((stream, deque(separated(message, buffers))))
 
     def unanswered(self) -> Iterator[int]:
         yield from (stream for stream, _ in self._given)
@@ -376,16 +383,17 @@ class Argument:
 
     def __next__(self) -> Any:
         if not self._given and self._end is None:
-            self._talk.wait(lambda: self._given or self._end is not None)
+            self._conversation.wait(lambda: self._given or self._end is not None)
         if self._given:
             stream, values = self._given[0]
             data, *buffers = values.popleft()
             if not values:
                 self._given.popleft()
-                self._talk.was_read(stream)
+                self._conversation.was_read(stream)
             return codec.loads(data, buffers)
         assert self._end is not None
         if self._end[1]:
             data, *buffers = self._end[1]
-            raise codec.loads(data, buffers)
+            error, text = codec.loads(data, buffers)
+            raise error from RemoteTraceback(text, "the client")
         raise StopIteration

@@ -291,10 +291,10 @@ class Worker(context.Client):
         return time.perf_counter() - began, results
 
     def _perform(self, stream: int, function: Any, buffers: list[memoryview]) -> None:
-        talk = None
+        conversation = None
         try:
             if self._exchanges is not None:
-                talk = self._exchanges.enter(stream)
+                conversation = self._exchanges.enter(stream)
             *args, kwargs = codec.loads(buffers[0], buffers[1:])
             buffers.clear()  # so that only the arguments keep the memory alive
             self._in_function = True
@@ -303,8 +303,8 @@ class Worker(context.Client):
                 result = context.awaited(result)
             self._in_function = False
             del args, kwargs
-            if talk is not None and type(result) in GENERATORS:
-                result = talk.generate(context.iterated(result))
+            if conversation is not None and type(result) in GENERATORS:
+                result = conversation.generate(context.iterated(result))
         except SystemExit as error:
             self._in_function = False
             self._item = None
@@ -319,8 +319,8 @@ class Worker(context.Client):
                 sys.stderr.write(trace(error))
             self.flush()
             self._end_child(1)
-            if talk is not None and talk.unpicklable:
-                self._unpicklable(stream, "a value that it yielded", talk.unpicklable, error)
+            if conversation is not None and conversation.unpicklable:
+                self._unpicklable(stream, "a value that it yielded", conversation.unpicklable, error)
             else:
                 self._raised(stream, error)
             return

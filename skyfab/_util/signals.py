@@ -9,6 +9,7 @@ signal is only recorded; its handler runs at the end of the block, or in `allow`
 from __future__ import annotations
 
 import _thread
+import functools
 import signal
 import threading
 import time
@@ -18,10 +19,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import suppress
 from types import CodeType, FrameType
-from typing import TYPE_CHECKING, Any, Final, TypeVar
-
-if TYPE_CHECKING:
-    import asyncio
+from typing import Any, Final, TypeVar
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -250,11 +248,8 @@ class GuardedFuture(Future[Any]):
         """A coroutine: Python replaces a StopIteration of the call, which no future of asyncio can have."""
         import asyncio
 
-        loop = asyncio.get_running_loop()
-        ready = loop.create_future()
-        Future.add_done_callback(self, lambda _: wake(loop, ready))
         try:
-            await ready
+            await called(functools.partial(Future.add_done_callback, self))
         except asyncio.CancelledError:
             self.cancel()
             raise
@@ -263,15 +258,18 @@ class GuardedFuture(Future[Any]):
         return self.result()
 
 
-def wake(loop: asyncio.AbstractEventLoop, ready: asyncio.Future[None]) -> None:
-    """Resolves a future of asyncio, from any thread."""
+async def called(register: Callable[[Callable[..., object]], object]) -> None:
+    """Waits in a coroutine until the function that `register` is given is called, on any thread."""
+    import asyncio
 
-    def resolve() -> None:
-        if not ready.done():
-            ready.set_result(None)
+    loop, event = asyncio.get_running_loop(), asyncio.Event()
 
-    with suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(resolve)
+    def call(*_: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(event.set)
+
+    register(call)
+    await event.wait()
 
 
 class _Waiters(list[Any]):

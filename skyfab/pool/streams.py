@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from queue import Empty, SimpleQueue
 from typing import Any, Final, Protocol, TypeVar, cast
 
-from skyfab._util.signals import NAP, SIGNAL_GUARD, finalizer, wake
+from skyfab._util.signals import NAP, SIGNAL_GUARD, called, finalizer
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.results import unpack_result
 from skyfab.calls.stream import Values
@@ -318,14 +318,9 @@ class RemoteIterator(Values[T_co]):
             raise
 
     async def __anext__(self) -> T_co:
-        import asyncio
-
-        loop = asyncio.get_running_loop()
         while not self.conversation.is_ready:
-            ready = loop.create_future()
-            self.conversation.when_ready(functools.partial(wake, loop, ready))
             try:
-                await ready
+                await called(self.conversation.when_ready)
             except BaseException as error:  # cancelled, also by Ctrl-C
                 _stop(error, [self])
                 raise

@@ -1,4 +1,7 @@
-"""Dask on the hosts of a pool: python examples/dask_array.py [node1,node2]"""
+"""Dask on the hosts of a pool: python examples/dask_array.py [node1,node2]
+
+This machine needs Dask too: uv pip install "dask[array]" distributed
+"""
 
 import sys
 

@@ -1,4 +1,7 @@
-"""joblib and scikit-learn on hosts: python examples/grid_search.py [node1,node2]"""
+"""joblib and scikit-learn on hosts: python examples/grid_search.py [node1,node2]
+
+This machine needs both too: uv pip install joblib scikit-learn
+"""
 
 import sys
 

@@ -1,6 +1,7 @@
 """Ray on the hosts of a pool, for as long as a block: python examples/ray_tasks.py [node1,node2]
 
 Ray's tasks, actors and libraries work as on any Ray cluster. At the end of the block, Ray is stopped on all hosts.
+Hosts get Ray from the plugin; without an argument, on this machine: uv pip install ray
 """
 
 import random

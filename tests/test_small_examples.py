@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +47,18 @@ def run(name: str, folder: Path, *hosts: str, **environ: str) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.rglob("*.py")), ids=lambda path: path.stem)
+def test_the_first_lines_name_what_this_machine_needs(path: Path) -> None:
+    """All imports are named, except those of skyfab[torch] and those that an image installs on a host."""
+    text = path.read_text()
+    words = [re.findall(r"^\s*(?:import|from) (\w+)", text, re.MULTILINE), re.findall(r"pip=\[(.+?)\]", text)]
+    there = {"skyfab", "torch", "numpy", *sys.stdlib_module_names, *(one.stem for one in path.parent.glob("*.py"))}
+    needed = {"scikit-learn" if name == "sklearn" else name for name in words[0] if name not in there}
+    found = re.search("uv pip install (.*)", ast.get_docstring(ast.parse(text)) or "")
+    named = set(re.findall(r"[\w-]+", re.sub(r"\[\w+\]", "", found[1]))) if found else set()
+    assert needed - named - {name.strip("\"'") for name in words[1]} == set()
 
 
 @pytest.mark.programs

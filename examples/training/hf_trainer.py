@@ -1,7 +1,8 @@
 """Hugging Face's Trainer on every rank: python examples/training/hf_trainer.py [--hosts=node1,node2]
 
-A small vision transformer learns to read digits. It is created from a configuration: nothing is downloaded, and this
-machine does not need transformers. The Trainer uses the process group of `plugins.torch` and splits the data.
+A small vision transformer learns to read digits. It is created from a configuration: nothing is downloaded. The
+Trainer uses the process group of `plugins.torch` and splits the data. With `--hosts`, this machine does not need
+transformers; without: uv pip install transformers accelerate
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 `plugins.jax` connects the ranks, and `jax.devices()` lists the devices of all. Each rank puts its share of the digits
 on its own devices; the weights are on every device, and the compiler adds the communication.
+This machine needs JAX too: uv pip install jax numpy
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 The model is sent unchanged; each rank fits it to its own part of the digits, and this machine averages the weights.
 `--backend=torch` does the same with another backend: `plugins.keras` installs and selects it on the hosts.
+This machine needs Keras and the backend too: uv pip install keras jax
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ def _import() -> tuple[Any, Any]:
         import dask
         import distributed
     except ModuleNotFoundError as error:
-        hint = "install it on this machine too: pip install distributed"
+        hint = "this program needs it too: uv pip install dask distributed"
         raise UsageError(f"Dask is not installed on this machine: {error}", hint=hint) from None
     return dask, distributed
 

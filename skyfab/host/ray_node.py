@@ -43,7 +43,8 @@ class RayNode:
         self._host = host
         found = importlib.util.find_spec("ray")
         if found is None or not found.submodule_search_locations:
-            hint = "plugins.ray() adds it to an image; if you chose the interpreter, install Ray for it"
+            command = f"uv pip install --python={sys.executable} ray"
+            hint = f"plugins.ray() installs nothing for local, or for a Python or lock that you chose: {command}"
             raise HostUnfit(f"Ray is not installed for {sys.executable}", host=host, hint=hint)
         if not os.path.isdir(f"{found.submodule_search_locations[0]}/_private/authentication"):
             raise HostUnfit("its Ray does not check tokens", host=host, hint='plugins.ray(version=">=2.52")')

@@ -333,7 +333,7 @@ def test_a_host_without_dask_is_an_error_that_names_the_plugin(open_pool: Callab
     with pytest.raises(sky.HostUnfit, match="Dask is not installed") as raised:
         with compute.dask():
             pass
-    assert "plugins.dask()" in str(raised.value.hint)
+    assert "plugins.dask()" in str(raised.value.hint) and "except for a Python" in str(raised.value.hint)
     assert sky.function(abs)(-1) >> compute == 1
 
 

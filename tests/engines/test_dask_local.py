@@ -98,7 +98,7 @@ def test_a_pool_must_be_open() -> None:
 def test_dask_is_needed_here_too(open_pool: Callable[..., sky.Compute], monkeypatch: pytest.MonkeyPatch) -> None:
     compute = open_pool("local")
     monkeypatch.setitem(sys.modules, "distributed", None)
-    with pytest.raises(sky.UsageError, match="not installed on this machine"):
+    with pytest.raises(sky.UsageError, match=r"not installed on this machine.*\n.*uv pip install dask distributed"):
         with compute.dask():
             pass
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("skyfab-dask")]

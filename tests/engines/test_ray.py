@@ -98,6 +98,9 @@ def test_a_host_without_ray_says_so(hosts: list[sky.Host], lab: Lab) -> None:
     ):
         pass
     assert raised.value.host == "node1"
+    assert str(raised.value.hint).endswith(f": uv pip install --python={image.python} ray"), (
+        "the plugin is in use already"
+    )
 
 
 def test_a_pool_without_the_plugin_says_so(open_pool: Callable[..., sky.Compute]) -> None:

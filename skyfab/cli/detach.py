@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 import sys
+from collections.abc import Sequence
 from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from skyfab._util.hints import HINTS
@@ -15,6 +17,7 @@ from skyfab.detached.run import Run
 from skyfab.pool.compute import Compute
 from skyfab.pool.futures import note_stopped
 from skyfab.ui.prompt import TERMINAL
+from skyfab.ui.terminal import clean
 
 R = TypeVar("R")
 
@@ -55,18 +58,24 @@ def _asked(future: Future[Any]) -> str:
     return "stop"
 
 
-def tell_how_to_attach(run: Run, name: str | None = None) -> None:
-    """Prints the commands for a detached run, with the `name` that the user gave it, and its id to stdout."""
+def tell_how_to_attach(run: Run, name: str | None = None, get: Sequence[str] = ()) -> None:
+    """Prints the commands for a detached run, with the user's `name` and patterns to `get`, and its id to stdout."""
     short = run.id[:8]
-    print(f"run {short} runs on {', '.join(run.hosts)}", file=sys.stderr)
+    print(f"run {short} is running on {', '.join(run.hosts)}", file=sys.stderr)
+    used = {(host.name, host.workdir): one for one in run.others for host in one.in_workdirs()}
     for host in run.in_workdirs():
         if re.fullmatch(r"[\w./~ -]+\.[0-9a-f]{8}", host.workdir):
-            text = f"another run uses the folder of this project: this one works in a copy, {host.workdir}"
-            print(f"{host.name}: {text}", file=sys.stderr)
+            other = used.get((host.name, host.workdir[: -len(".01234567")]))
+            who = f"run {other.id[:8]} ({other.name})" if other else "another run"
+            text = f"{who} uses the folder of this project: this one works in a copy, {host.workdir}"
+            print(clean(f"{host.name}: {text}", colour=False), file=sys.stderr)
     word = short if not name or name.startswith("-") else shlex.quote(name)
     for task in ("attach", "logs", "stop"):
         print(HINTS.adapted(f"  skyfab {task} {word}"), file=sys.stderr)
-    if name and run.namesakes:
-        ids = ", ".join(one.id[:8] for one in run.namesakes)
-        print(f"also running under this name: {ids}; the name now refers to {short}", file=sys.stderr)
+    if get and run.in_workdirs():
+        text = f"skyfab attach {word} fetches {', '.join(get)} into {Path.cwd()} when the run has ended"
+        print(HINTS.adapted(text), file=sys.stderr)
+    namesakes = ", ".join(one.id[:8] for one in run.others if one.name == run.name)
+    if name and namesakes:
+        print(f"also running under this name: {namesakes}; the name now refers to {short}", file=sys.stderr)
     print(short, flush=True)

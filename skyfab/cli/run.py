@@ -137,7 +137,7 @@ def run(
     if isinstance(run, Run):
         if get:
             remember(run, get)
-        tell_how_to_attach(run, name)
+        tell_how_to_attach(run, name, get)
 
 
 def _save(compute: Compute, patterns: Sequence[str], error: BaseException) -> None:

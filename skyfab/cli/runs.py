@@ -173,16 +173,17 @@ def attach(
         skyfab attach 3f2a91c0
         skyfab attach night --tail=20
     """
-    from skyfab.detached.run import attached
+    from skyfab.detached.run import attached, left_running
 
     begin = _age(since)
     with attached(id_, hosts, inventory=inventory, results="data", soon=True) as found:  # a failure is only printed
         missing: SkyfabError | None = None
+        if found.state == "running":
+            name = clean(f"{found.name} ({found.id[:8]}), running on {', '.join(found.hosts)}", colour=False)
+            print(f"following {name}; Ctrl-C leaves it running", file=sys.stderr)
         try:
-            _print(found, timestamps=timestamps, follow=True, tail=tail, since=begin)
-        except KeyboardInterrupt:
-            print(HINTS.adapted(f"\nstill running; to stop it: skyfab stop {found.id[:8]}"), file=sys.stderr)
-            return 130
+            with left_running(found.id[:8]):
+                _print(found, timestamps=timestamps, follow=True, tail=tail, since=begin)
         except (HostError, PoolError) as error:
             if not found.silent:
                 raise
@@ -254,7 +255,7 @@ def stop(
     id_: Annotated[Sequence[str], Option(RUN, "RUN", plain=True)] = (),
     hosts: RunHosts = None,
     inventory: InventoryFile = None,
-    all_: Annotated[bool, Option("stop all runs, after a confirmation")] = False,
+    all_: Annotated[bool, Option("stop all runs, after confirmation")] = False,
     yes: Annotated[bool, Option("do not ask for confirmation")] = False,
 ) -> int:
     """Stop detached runs on all their hosts.
@@ -269,7 +270,7 @@ def stop(
     from skyfab.detached.run import attached
 
     if all_ == bool(id_):
-        raise UsageError("expected the ID or name of a run, or --all", hint="to list them: skyfab runs")
+        raise UsageError("expected the ID or name of a run, or --all", hint="to list runs: skyfab runs")
     for name in id_:
         with attached(name, hosts, inventory=inventory) as found:
             _stop(found)

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from skyfab._util import schema
+from skyfab._util.hints import HINTS
 from skyfab._util.html import ShownAsTable
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.results import in_order, unpack_result
@@ -66,8 +67,8 @@ class Run(ShownAsTable):
         """Hosts of the run that were not part of the last query: `state` does not include them."""
         self.asker: Asker | None = None
         """Whose connections are used, if they are open: see `attached`."""
-        self.namesakes: list[Run] = []
-        """Other runs of its name that were running when it was started."""
+        self.others: list[Run] = []
+        """Other runs that were running when it was started."""
 
     def __repr__(self) -> str:
         return f"<run {self.id[:8]} {printable(self.name)}: {self.state}>"
@@ -242,7 +243,7 @@ class Run(ShownAsTable):
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         answers: dict[str, list[tuple[int, Any]]] = {}
-        with self._asker_of_all(until=until + _MOMENT, trouble=trouble) as asker:
+        with left_running(self.id[:8]), self._asker_of_all(until=until + _MOMENT, trouble=trouble) as asker:
             while True:
                 errors = self._look(asker)
                 state = self.state
@@ -409,15 +410,26 @@ def attach(
 def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any", soon: bool = False) -> Iterator[Run]:  # noqa: A002
     """As `attach`; connections stay open during the block. With `soon`, slow hosts are left out if others have it."""
     if not id:  # else it would be the beginning of every id
-        raise UsageError("no run was named", hint="to list them: skyfab runs")
+        raise UsageError("no run was named", hint="to list runs: skyfab runs")
     with _asker_of(Inventory.of(inventory), hosts) as asker:
         asker.soon = soon
-        run = _find(id, asker, results, is_named=hosts is not None)
+        with left_running(id):
+            run = _find(id, asker, results, is_named=hosts is not None)
         run.asker = asker
         try:
             yield run
         finally:
             run.asker = None
+
+
+@contextmanager
+def left_running(id: str) -> Iterator[None]:  # noqa: A002
+    """Ctrl-C during the block does not stop the run, which its message says."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        vars(error)["stopped"] = HINTS.adapted(f"the run was not stopped; to stop it: skyfab stop {shlex.quote(id)}")
+        raise
 
 
 def _find(id: str, asker: Asker, results: Results, *, is_named: bool) -> Run:  # noqa: A002
@@ -433,7 +445,7 @@ def _find(id: str, asker: Asker, results: Results, *, is_named: bool) -> Run:  #
         some = ", ".join(run.id[:8] for run in by_id[:4])
         raise UsageError(f"{len(by_id)} runs begin with {id!r}: {some}", hint="type more of the ID, or the name")
     for run in by_id:  # it is one
-        run.namesakes = [one for one in found if one is not run and (one.name, one.state) == (run.name, "running")]
+        run.others = [one for one in found if one is not run and one.state == "running"]
         return run
     if errors:
         raise errors[0]
@@ -444,4 +456,4 @@ def _find(id: str, asker: Asker, results: Results, *, is_named: bool) -> Run:  #
         hint = near or "set SKYFAB_INVENTORY, or name its hosts: --hosts=…"
         raise UsageError(f"no run {id!r} on this machine (no inventory loaded)", hint=hint)
     where = "these hosts" if is_named else "the hosts of the inventory or on this machine"
-    raise UsageError(f"no run {id!r} on {where}", hint=near or "to list them: skyfab runs")
+    raise UsageError(f"no run {id!r} on {where}", hint=near or "to list runs: skyfab runs")

@@ -132,7 +132,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["train", "--epoch=3"], "error: unknown option --epoch\nhint: did you mean: skyfab train --epochs=3\n"),
         (["exec", "--hsots=x", "--", "true"], "hint: did you mean: skyfab exec --hosts=x -- true\n"),
         (["get", "--to=x"], "error: expected a path, or --run\nhint: skyfab get --help\n"),
-        (["stop"], "error: expected the ID or name of a run, or --all\nhint: to list them: skyfab runs\n"),
+        (["stop"], "error: expected the ID or name of a run, or --all\nhint: to list runs: skyfab runs\n"),
         (["stop", "night", "--all"], "error: expected the ID or name of a run, or --all\n"),
         (["run", "--sync=some", "x.py"], "error: --sync: ignored explicit argument 'some'\n"),
         (["logs", "a", "b"], "error: unexpected argument 'b'\nhint: skyfab logs --help\n"),

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from stage.projects import skyfab
 
+import skyfab as sky
 from skyfab.cli.detach import tell_how_to_attach
 from skyfab.lab import Lab
 
@@ -156,12 +157,33 @@ def test_the_commands_for_a_detached_run_have_the_name_that_it_was_given(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], name: str | None, word: str
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    run: Any = SimpleNamespace(id="0123abcd4567", name=name or "train.py", hosts=["node1", "node2"], namesakes=[])
+    run: Any = SimpleNamespace(id="0123abcd4567", name=name or "train.py", hosts=["node1", "node2"], others=[])
     run.in_workdirs = list
     tell_how_to_attach(run, name)
     out, err = capsys.readouterr()
     assert out == "0123abcd\n", "always the id, for programs"
     assert err.splitlines() == [
-        "run 0123abcd runs on node1, node2",
+        "run 0123abcd is running on node1, node2",
         *(f"  skyfab {task} {word}" for task in ("attach", "logs", "stop")),
+    ]
+
+
+def test_a_detached_run_says_who_uses_the_folder_and_what_will_be_fetched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def started(id_: str, *folders: str) -> Any:
+        hosts = [sky.Host(f"node{number}", workdir=folder) for number, folder in enumerate(folders, 1)]
+        names = [host.name for host in hosts]
+        return SimpleNamespace(id=id_, name="train.py", hosts=names, others=[], in_workdirs=lambda: hosts)
+
+    monkeypatch.chdir(tmp_path)
+    run = started("0123abcd4567", "~/c/files/exp-4efb41e3.0123abcd", "~/c/files/exp-4efb41e3.0123abcd")
+    run.others = [started("4fc985e0aaaa", "~/c/files/exp-4efb41e3", "~/c/files/exp-4efb41e3.4fc985e0")]
+    tell_how_to_attach(run, None, ["ckpt/*", "log"])
+    copied = "uses the folder of this project: this one works in a copy, ~/c/files/exp-4efb41e3.0123abcd"
+    assert capsys.readouterr().err.splitlines()[1:] == [
+        f"node1: run 4fc985e0 (train.py) {copied}",
+        f"node2: another run {copied}",
+        *(f"  skyfab {task} 0123abcd" for task in ("attach", "logs", "stop")),
+        f"skyfab attach 0123abcd fetches ckpt/*, log into {tmp_path} when the run has ended",
     ]

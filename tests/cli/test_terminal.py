@@ -233,6 +233,20 @@ def test_a_look_at_logs_that_is_interrupted_ends_quietly(night: Path, agent: sub
         assert logs.wait(60) == 130
 
 
+def test_attach_says_what_it_follows_and_that_ctrl_c_does_not_stop_it(
+    night: Path, agent: subprocess.Popen[bytes]
+) -> None:
+    with subprocess.Popen([*PROGRAM, "attach", "night"], cwd=night, stderr=subprocess.PIPE, text=True) as attached:
+        assert attached.stderr is not None
+        assert attached.stderr.readline() == "following night (abcdef01), running on here; Ctrl-C leaves it running\n"
+        attached.send_signal(signal.SIGINT)
+        assert attached.stderr.read().endswith(
+            "interrupted: the run was not stopped; to stop it: skyfab stop abcdef01\n"
+        )
+        assert attached.wait(60) == 130
+    assert agent.poll() is None
+
+
 def test_piped_logs_keep_the_streams_apart(night: Path) -> None:
     ran = piped(night, "logs", "abcdef", NO_COLOR="1")
     assert (ran.returncode, ran.stdout, ran.stderr) == (

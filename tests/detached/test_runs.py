@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -250,6 +251,19 @@ def test_results_are_waited_for(two: Hosts) -> None:
     assert two.asked.count(("a", "result.0")) == 1, "what is there is not fetched again"
 
 
+def test_ctrl_c_says_that_the_run_was_not_stopped(two: Hosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    two.says["a", "runs"] = part(0, "running")
+    run = two.run()
+    monkeypatch.setattr("skyfab.detached.run.time.sleep", lambda _: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt) as raised:
+        run.result()
+    assert vars(raised.value)["stopped"] == "the run was not stopped; to stop it: skyfab stop 01234567"
+    monkeypatch.setattr("skyfab.detached.run.survey", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt) as raised:
+        sky.attach("my night", two.hosts)
+    assert vars(raised.value)["stopped"].endswith("to stop it: skyfab stop 'my night'")
+
+
 def test_a_result_that_does_not_come_in_time(two: Hosts) -> None:
     two.says["a", "runs"] = part(0, "running")
     run = two.run()
@@ -394,8 +408,8 @@ def test_no_such_run(several: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyP
             sky.attach(typed, **options)
         return raised.value.message, raised.value.hint
 
-    assert message("") == ("no run was named", "to list them: skyfab runs")
-    assert message("xyz", hosts=several.hosts) == ("no run 'xyz' on these hosts", "to list them: skyfab runs")
+    assert message("") == ("no run was named", "to list runs: skyfab runs")
+    assert message("xyz", hosts=several.hosts) == ("no run 'xyz' on these hosts", "to list runs: skyfab runs")
     assert message("twim", hosts=several.hosts)[1] == "did you mean twin?"
     assert message("xyz", inventory=sky.Inventory(hosts={})) == (
         "no run 'xyz' on this machine (no inventory loaded)",
@@ -403,7 +417,7 @@ def test_no_such_run(several: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyP
     )
     listed = sky.Inventory(hosts=several.inventory.hosts, source=Path("hosts.toml"))
     where = "the hosts of the inventory or on this machine"
-    assert message("xyz", inventory=listed) == (f"no run 'xyz' on {where}", "to list them: skyfab runs")
+    assert message("xyz", inventory=listed) == (f"no run 'xyz' on {where}", "to list runs: skyfab runs")
     assert message("twim", inventory=sky.Inventory(hosts=several.inventory.hosts))[1] == "did you mean twin?"
     several.asked.clear()
     assert len(sky.runs(inventory=listed)) == 9

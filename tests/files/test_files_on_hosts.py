@@ -487,14 +487,16 @@ def test_a_run_beside_another_one_has_what_was_sent_for_it(here: Path, listed: P
         "import os, time\nprint(open('config').read(), os.getcwd(), flush=True)\n"
         "while not os.path.exists('end'):\n    time.sleep(0.05)\n"
     )
-    folders = {}
+    folders, ids = {}, []
     for config in ("first", "second", "third"):
         (here / "config").write_text(config)
         begun = skyfab(here, "run", "--hosts=node1", "--detach", "--sync", "look.py", inventory=listed)
         assert begun.returncode == 0, begun.stderr
         until(lambda: config in skyfab(here, "logs", begun.stdout.strip(), inventory=listed).stdout, config)  # noqa: B023
         folders[config] = skyfab(here, "logs", begun.stdout.strip(), inventory=listed).stdout.split()[-1]
+        ids.append(begun.stdout.strip())
         copied = f"this one works in a copy, ~/.cache/skyfab/files/{Path(folders[config]).name}\n"
+        copied = f"node1: run {ids[0]} (look.py) uses the folder of this project: {copied}"
         assert (copied in begun.stderr) == (config != "first"), "the command says so, not only the log"
     assert len(set(folders.values())) == 3
     found = skyfab(here, "exec", "node1", "--", "ls -d $PWD $PWD.*", inventory=listed).stdout
@@ -515,7 +517,7 @@ def test_a_run_that_is_not_found_may_be_of_the_inventory_that_was_used_last(
         assert none.returncode == 2
         assert none.stderr.endswith(f"hint: the last run used another inventory: {typed}"), none.stderr
     named = skyfab(here, "logs", "nobody", inventory=listed)
-    assert named.stderr.endswith("hint: to list them: skyfab runs\n"), "it is this inventory"
+    assert named.stderr.endswith("hint: to list runs: skyfab runs\n"), "it is this inventory"
     fresh = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}  # other tests leave runs on this machine
     assert skyfab(here, "runs", **fresh).stderr.endswith("skyfab runs --inventory=FILE\n")
     (tmp_path / "cache" / "skyfab").mkdir(parents=True, exist_ok=True)

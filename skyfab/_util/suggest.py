@@ -9,8 +9,10 @@ from pathlib import Path
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
-    """The closest known word; None if none is close."""
-    return next(iter(difflib.get_close_matches(word, list(known), n=1)), None)
+    """The closest known word; None if none is close, or if others are as close as that."""
+    near = difflib.get_close_matches(word, list(dict.fromkeys(known)), n=2)
+    ratios = {difflib.SequenceMatcher(None, one, word).ratio() for one in near}
+    return near[0] if near and len(ratios) == len(near) else None
 
 
 def did_you_mean(words: str | Iterable[str], known: Iterable[str]) -> str | None:

@@ -276,7 +276,7 @@ def gather(*calls: Call[Any], stream: bool = False, ordered: bool = True, errors
     check_errors(errors)
     for call in calls:
         if not isinstance(call, Call):
-            raise TypeError(f"gather() takes calls such as f(1), not {call!r:.80}")
+            raise TypeError(f"gather() takes calls such as f(1), not {call!r:.80}; put * before a list")
     return Group(calls, stream, ordered, errors)
 
 

@@ -59,7 +59,7 @@ def found_in_call(one: object) -> int:
     """Records a stream or handle in the arguments that are being packed; returns its number. Else raises TypeError."""
     found = PACKING.found
     if found is None:
-        raise TypeError(f"{one!r:.80} can only be an argument of a call")
+        raise TypeError(f"{one!r:.80} can only be an argument of a call; to map: [model.f.submit(x) for x in items]")
     found.append(one)
     return len(found) - 1
 

@@ -50,7 +50,8 @@ def exec_(
 
     line = " ".join(words)
     if not line.strip():
-        raise UsageError("no command to run", hint="put it after --: skyfab exec -- uptime")
+        typed = hosts.replace(",", " -- ", 1).replace(",", " ") if hosts and "," in hosts else "-- uptime"
+        raise UsageError("no command to run", hint=f"put it after --: skyfab exec {typed}")
     found, chosen = selected(hosts, inventory)
     folders = Workdirs(workdir)
     here = Path(current_folder())

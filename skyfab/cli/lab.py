@@ -86,5 +86,5 @@ def lab_status(json_: Json = False) -> None:
         print(host)
     if not found:
         print(HINTS.adapted("no lab is up\nhint: skyfab lab.up"), file=sys.stderr)
-    elif (here := find()) is not None and os.environ.get("SKYFAB_INVENTORY") != str(here.inventory):
+    elif found[0].up and (here := find()) is not None and os.environ.get("SKYFAB_INVENTORY") != str(here.inventory):
         print(f"hint: export SKYFAB_INVENTORY={here.inventory}", file=sys.stderr)

@@ -44,6 +44,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = message.removeprefix("argument ").replace(": must ", " must ", 1)
+        flag, is_flag, value = text.partition(": ignored explicit argument ")
+        if is_flag:
+            forms = [one for one in self._option_string_actions if one.partition("=")[0] in flag.split("/")]
+            text = f"invalid value {value}: expected {' or '.join(forms)}"
         raise UsageError(text, hint=f"{self.prog} --help")
 
     def print_help(self, file: Any = None) -> None:

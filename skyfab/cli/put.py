@@ -80,11 +80,14 @@ def get(
         found = attach(run, hosts, inventory=inventory, results="data")
         path = path or sorted({one.inner for part in found.parts for one in part.files})
         known, chosen, silent = found.inventory, tuple(found.in_workdirs()), found.silent
-        why = f"run {run} ({found.state}) lists no files that it wrote on other machines"
+        if not path or not chosen:
+            why = "wrote no files on its hosts" if found.has_ended else "lists no files before it has ended"
+            why = why if chosen else "has no folder on other machines"
+            raise UsageError(f"run {run} ({found.state}) {why}", hint="skyfab get --help")
+    elif not path:
+        raise UsageError("expected a path, or --run", hint="skyfab get --help")
     else:
-        known, chosen, silent, why = *selected(hosts, inventory), [], "expected a path, or --run"
-    if not path or not chosen:
-        raise UsageError(why, hint="skyfab get --help")
+        known, chosen, silent = *selected(hosts, inventory), []
     code = _fetch(known, chosen, path, to)
     for host in silent:
         print(f"{host}: no response, so nothing was fetched from it", file=sys.stderr)

@@ -56,9 +56,7 @@ def run(
     env_file: Annotated[
         Sequence[str], Option("read variables from a file with lines NAME=VALUE; repeatable", "FILE")
     ] = (),
-    with_plugin: Annotated[
-        Sequence[str], Option("torch, jax, keras, huggingface or accelerate; repeatable", "PLUGIN")
-    ] = (),
+    with_plugin: Annotated[Sequence[str], Option("a plugin such as torch, jax or joblib; repeatable", "PLUGIN")] = (),
     no_project: Annotated[bool, Option("install no packages of the script or project ([tool.skyfab] applies)")] = False,
 ) -> None:
     """Run a script on every rank, as torchrun would.

@@ -173,17 +173,18 @@ def attach(
         skyfab attach 3f2a91c0
         skyfab attach night --tail=20
     """
-    from skyfab.detached.run import attached, left_running
+    from skyfab.detached.run import attached
+    from skyfab.ui.failure import left_running
 
     begin = _age(since)
-    with attached(id_, hosts, inventory=inventory, results="data", soon=True) as found:  # a failure is only printed
+    following = attached(id_, hosts, inventory=inventory, results="data", soon=True)  # a failure is only printed
+    with left_running(id_), following as found:
         missing: SkyfabError | None = None
         if found.state == "running":
             name = clean(f"{found.name} ({found.id[:8]}), running on {', '.join(found.hosts)}", colour=False)
             print(f"following {name}; Ctrl-C leaves it running", file=sys.stderr)
         try:
-            with left_running(found.id[:8]):
-                _print(found, timestamps=timestamps, follow=True, tail=tail, since=begin)
+            _print(found, timestamps=timestamps, follow=True, tail=tail, since=begin)
         except (HostError, PoolError) as error:
             if not found.silent:
                 raise
@@ -208,8 +209,8 @@ def _age(text: str | None) -> float | None:
     """The time that lines of this age were written at. Raises UsageError."""
     if text is None:
         return None
-    number, unit = (text[:-1], text[-1]) if text[-1] in _UNITS else (text, "s")
-    if not number.isascii() or not number.isdigit() or len(number) > 9:
+    number, unit = text[:-1], text[-1:]
+    if unit not in _UNITS or not number.isascii() or not number.isdigit() or len(number) > 9:
         raise UsageError(f"invalid --since={text[:40]}: expected a number with s, m, h or d, as in --since=10m")
     return time.time() - int(number) * _UNITS[unit]
 

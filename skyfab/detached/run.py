@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, Literal
 
 from skyfab._util import schema
-from skyfab._util.hints import HINTS
 from skyfab._util.html import ShownAsTable
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.results import in_order, unpack_result
@@ -30,6 +29,7 @@ from skyfab.protocol.blobs import split
 from skyfab.session.ask import PASSING, Asker, Outcome, Question, only
 from skyfab.session.fanout import one_error
 from skyfab.ui.events import FilesWritten
+from skyfab.ui.failure import left_running
 from skyfab.ui.suppressed import is_noise
 from skyfab.ui.terminal import settled
 
@@ -413,23 +413,12 @@ def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any", s
         raise UsageError("no run was named", hint="to list runs: skyfab runs")
     with _asker_of(Inventory.of(inventory), hosts) as asker:
         asker.soon = soon
-        with left_running(id):
-            run = _find(id, asker, results, is_named=hosts is not None)
+        run = _find(id, asker, results, is_named=hosts is not None)
         run.asker = asker
         try:
             yield run
         finally:
             run.asker = None
-
-
-@contextmanager
-def left_running(id: str) -> Iterator[None]:  # noqa: A002
-    """Ctrl-C during the block does not stop the run, which its message says."""
-    try:
-        yield
-    except KeyboardInterrupt as error:
-        vars(error)["stopped"] = HINTS.adapted(f"the run was not stopped; to stop it: skyfab stop {shlex.quote(id)}")
-        raise
 
 
 def _find(id: str, asker: Asker, results: Results, *, is_named: bool) -> Run:  # noqa: A002

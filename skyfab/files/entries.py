@@ -133,7 +133,7 @@ def walk(top: bytes, place: bytes, skipped: list[Skip], keeps: Keeps | None = No
     left out. `top` itself may be a link. `keeps` chooses among what is below it.
     Raises OSError for what cannot be read.
     """
-    about = os.stat(top)
+    about = os.stat(os.fsdecode(top))  # an error then has a readable name
     if stat.S_ISREG(about.st_mode):
         yield Entry.of(place, about), top
     elif not stat.S_ISDIR(about.st_mode):

@@ -168,7 +168,7 @@ class Compute(ShownAsTable):
         """
         failure.install()
         seconds = {"lease": lease, "heartbeat_timeout": heartbeat_timeout, "timeout": timeout}
-        _check_options(ranks=ranks, slots=slots, seconds=seconds, results=results)
+        _check_options(ranks=ranks, slots=slots, seconds=seconds, results=results, ui=ui)
         untrusted = results == "data"
         self.events = Events()
         self.hosts: Sequence[Node] = ()  # once the pool is open
@@ -488,6 +488,8 @@ class Compute(ShownAsTable):
         if isinstance(function, Call):
             raise not_a_function(function)
         fn = as_function(function)
+        if not items:
+            raise TypeError(f"map() takes items too: compute.map({fn.label}, items)")
         if fn.yields:
             hint = f"sky.gather(*({fn.label}(item) for item in items)) >> compute runs them in parallel"
             raise UsageError(f"map cannot call {fn.label}: it is a generator function", hint=hint)
@@ -670,7 +672,7 @@ def _parents_pool() -> UsageError:
     )
 
 
-def _check_options(*, ranks: int | str, slots: int | None, seconds: Mapping[str, float | None], results: str) -> None:
+def _check_options(*, ranks: int | str, slots: int | None, seconds: Mapping[str, Any], results: str, ui: str) -> None:
     """Raises UsageError for invalid options."""
     if ranks != "auto" and (type(ranks) is not int or ranks < 1):
         raise UsageError(f"invalid ranks={ranks!r}: expected 1 or more, or 'auto'")
@@ -679,5 +681,7 @@ def _check_options(*, ranks: int | str, slots: int | None, seconds: Mapping[str,
     for name, value in seconds.items():
         if value is not None or name == "lease":
             check_seconds(name, value, least=float(name == "lease"))
+    if ui not in ("auto", "rich", "plain", "none"):
+        raise UsageError(f"invalid ui={ui!r}: expected 'auto', 'rich', 'plain' or 'none'")
     if results not in ("any", "data"):
         raise UsageError(f"invalid results={results!r}: expected 'any', or 'data' where hosts are not trusted")

@@ -190,14 +190,14 @@ class Reconnector:
         connection = self._connection
         if now - self.since > connection.timing.lease:
             text = f"not reachable for more than its lease of {connection.timing.lease:g} s"
-            return HostLost(text, host=connection.host, hint="is it up?")
+            return HostLost(text, host=connection.host, hint=f"skyfab doctor --hosts={connection.host}")
         if not connection.listener.others_respond():  # when they respond again, this host gets the full timeout
             self._others_since = float("inf")
         elif self._others_since > now:
             self._others_since = now
         if now - self._others_since > connection.timing.heartbeat_timeout:
             text = f"no heartbeat for {connection.timing.heartbeat_timeout:g} s while other hosts respond"
-            return HostLost(text, host=connection.host, hint="is it up?")
+            return HostLost(text, host=connection.host, hint=f"skyfab doctor --hosts={connection.host}")
         return None
 
     def _attempt(self) -> None:

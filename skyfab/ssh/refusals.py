@@ -75,6 +75,8 @@ def no_answer(said: str, hops: Sequence[Host], inventory: Inventory, *, is_namel
     hint = f"is it up? try: {by_hand(host, jumps=jumps)}"
     if is_nameless and inventory.source is None:
         hint = f"no inventory is loaded: set SKYFAB_INVENTORY, or try: {by_hand(host, jumps=jumps)}"
+    elif is_nameless:
+        hint = f"check its address in {inventory.source}, or try: {by_hand(host, jumps=jumps)}"
     if host.jump is None and (loop := loop_of(host.destination, {})):
         hint = f"its jump hosts in ssh_config form a loop: {' → '.join(loop)}; remove one of the ProxyJump lines"
     return Unreachable(said, host=host.name, hint=hint)

@@ -11,15 +11,18 @@ import functools
 import os
 import pickle
 import re
+import shlex
 import sys
 import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
 
+from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted
 from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError, located
 from skyfab.ui.terminal import clean_lines, ipython
@@ -225,6 +228,16 @@ def _show(error: BaseException, before: str = "") -> bool:
     if shown is not None:
         print(f"{before}{shown}", file=sys.stderr)
     return shown is not None
+
+
+@contextmanager
+def left_running(run: str) -> Iterator[None]:
+    """Ctrl-C during the block does not stop the run, which its message says."""
+    try:
+        yield
+    except KeyboardInterrupt as error:
+        vars(error)["stopped"] = HINTS.adapted(f"the run was not stopped; to stop it: skyfab stop {shlex.quote(run)}")
+        raise
 
 
 def _shown(error: BaseException) -> str | None:

@@ -200,7 +200,7 @@ def test_calls_side_by_side_raise_as_they_are(pool: sky.Compute) -> None:
     assert sky.gather(*(identity(n) for n in range(20))) >> pool == tuple(range(20))
     assert sky.gather() >> pool == ()
     assert pool.gather(identity(1), identity(2)) == pool.gather(identity(1) & identity(2)) == (1, 2)
-    with pytest.raises(TypeError, match=r"takes calls such as f\(1\), not \["):
+    with pytest.raises(TypeError, match=r"takes calls such as f\(1\), not \[.*; put \* before a list"):
         pool.gather([identity(1)])  # type: ignore[arg-type]
 
 
@@ -298,6 +298,10 @@ def test_map_takes_several_iterables_and_any_callable(pool: sky.Compute) -> None
     assert pool.map("x-y".split, ["-"]) == [["x", "y"]]
     assert pool.map(Adder(5), [1]) == [6]
     assert pool.map(Adder(5).twice, [1]) == [7]
+    with pytest.raises(TypeError, match=r"map\(\) takes items too: compute\.map\(add, items\)"):
+        pool.map(add)
+    with pool.actor(Adder, 5) as adder, pytest.raises(Exception, match=r"to map: \[model\.f\.submit\(x\) for x"):
+        pool.map(adder.twice, [1])
     assert pool.map(Adder, [1]) == [Adder(1)]
     assert pool.map(square, []) == []
 

@@ -172,7 +172,7 @@ def test_a_detached_run_says_who_uses_the_folder_and_what_will_be_fetched(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def started(id_: str, *folders: str) -> Any:
-        hosts = [sky.Host(f"node{number}", workdir=folder) for number, folder in enumerate(folders, 1)]
+        hosts = [sky.Host(name=f"node{number}", workdir=folder) for number, folder in enumerate(folders, 1)]
         names = [host.name for host in hosts]
         return SimpleNamespace(id=id_, name="train.py", hosts=names, others=[], in_workdirs=lambda: hosts)
 

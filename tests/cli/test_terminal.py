@@ -240,9 +240,7 @@ def test_attach_says_what_it_follows_and_that_ctrl_c_does_not_stop_it(
         assert attached.stderr is not None
         assert attached.stderr.readline() == "following night (abcdef01), running on here; Ctrl-C leaves it running\n"
         attached.send_signal(signal.SIGINT)
-        assert attached.stderr.read().endswith(
-            "interrupted: the run was not stopped; to stop it: skyfab stop abcdef01\n"
-        )
+        assert attached.stderr.read().endswith("interrupted: the run was not stopped; to stop it: skyfab stop night\n")
         assert attached.wait(60) == 130
     assert agent.poll() is None
 

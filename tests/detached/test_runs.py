@@ -258,10 +258,6 @@ def test_ctrl_c_says_that_the_run_was_not_stopped(two: Hosts, monkeypatch: pytes
     with pytest.raises(KeyboardInterrupt) as raised:
         run.result()
     assert vars(raised.value)["stopped"] == "the run was not stopped; to stop it: skyfab stop 01234567"
-    monkeypatch.setattr("skyfab.detached.run.survey", lambda *_: signal.raise_signal(signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt) as raised:
-        sky.attach("my night", two.hosts)
-    assert vars(raised.value)["stopped"].endswith("to stop it: skyfab stop 'my night'")
 
 
 def test_a_result_that_does_not_come_in_time(two: Hosts) -> None:

@@ -353,7 +353,7 @@ def test_without_a_file_any_word_is_an_alias_of_ssh_config() -> None:
     [
         ("nod1", 'cluster.toml: no host, group or tag matches "nod1"', "did you mean node1?"),
         ("gpus", 'cluster.toml: no host, group or tag matches "gpus"', "did you mean gpu?"),
-        ("node[3-5]", 'cluster.toml: no host, group or tag matches "node5"', "did you mean node4?"),
+        ("node[3-5]", 'cluster.toml: no host, group or tag matches "node5"', "known names: node1, node2"),
         ("wob1,nod2", 'cluster.toml: no host, group or tag matches "wob1", "nod2"', "did you mean web1, node2?"),
         (
             "zebra",

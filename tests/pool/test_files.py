@@ -272,6 +272,8 @@ def test_nothing_matches(files: Files, here: Path, nodes: list[Any], events: lis
 
 def test_progress_and_time(files: Files, here: Path, nodes: list[Any], events: list[Event]) -> None:
     fill(here, small="abc", empty="")
+    with pytest.raises(FileNotFoundError, match="directory: '/"):
+        files.upload("missing", None, nodes[:1])
     (report,) = files.upload("small", None, nodes[:1])
     moved = [event for event in events if isinstance(event, Moved)]
     assert {(event.host, event.what, event.total) for event in moved} == {("n1", "sending files", 3)}

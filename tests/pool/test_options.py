@@ -18,6 +18,7 @@ import skyfab as sky
         *({"timeout": value} for value in (0, "10", True, float("nan"))),
         *({"slots": value} for value in (0, -1, "2", True, 1_000_000)),
         *({"results": value} for value in ("all", None, 1)),
+        {"ui": "nome"},
         {"image": "torch"},
     ],
     ids=str,

@@ -110,7 +110,7 @@ def test_a_name_that_does_not_exist(transport: str) -> None:
     is_clear(error, sky.Unreachable, "no-such-host.invalid", "nowhere")
     assert "set SKYFAB_INVENTORY" in (error.hint or ""), "no file names hosts"
     known = sky.Inventory(hosts={host.name: host}, source=Path("inventory.toml"))
-    assert (failure(host, inventory=known).hint or "").startswith("is it up? try: ssh ")
+    assert (failure(host, inventory=known).hint or "").startswith("check its address in inventory.toml, or try: ssh ")
 
 
 @both

@@ -479,6 +479,8 @@ def test_suspect_lost_sooner_when_other_hosts_respond(bench: Bench) -> None:
     assert bench.state is State.SUSPECT
     bench.pass_time(1)
     assert lost_because(bench) == "no heartbeat for 10 s while other hosts respond"
+    assert isinstance(bench.connection.ended, sky.HostLost)
+    assert str(bench.connection.ended.hint).startswith("skyfab doctor --hosts=")
 
 
 def test_time_without_a_network_does_not_count_against_one_host(bench: Bench) -> None:

@@ -41,8 +41,10 @@ class PoolExecutor(futures.Executor):
             self._given[future] = None
             try:
                 self._threads.submit(self._run, future, call)
-            except RuntimeError:  # it is shut down
+            except RuntimeError:  # it is shut down; that may wait for this future already
                 del self._given[future]
+                future.cancel()
+                future.set_running_or_notify_cancel()
                 raise
         return future
 
@@ -78,7 +80,11 @@ class PoolExecutor(futures.Executor):
         """Waits for all calls, as any executor does, except that Ctrl-C stops them."""
         if kind is not None and not issubclass(kind, Exception):
             self.stop()
-        self.shutdown()
+        try:
+            self.shutdown()
+        except BaseException:
+            self.stop()
+            raise
 
     def _run(self, future: Future[Any], call: Call[Any]) -> None:
         """Has the pool run a call, and waits for it. On a thread of the executor."""

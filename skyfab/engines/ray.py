@@ -91,7 +91,10 @@ class RayCluster:
         self.token = secrets.token_hex(32)
         env = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
         actors: dict[Any, Any] = {}
-        running.callback(lambda: _each(_stop, list(actors.values())))
+
+        @running.push
+        def end(kind: type[BaseException] | None, *_: object) -> None:
+            _each(_stop if kind is None else _kill, list(actors.values()))
 
         def make(node: Any) -> None:
             actors[node] = self._pool.actor(RayNode, node.name, on=node.name)
@@ -123,6 +126,12 @@ class RayCluster:
 
 def _each(action: Callable[[Any], object], items: Sequence[Any]) -> None:
     results_of(for_each_host(action, items))
+
+
+def _kill(actor: Any) -> None:
+    """Ends the processes of an actor that may still be starting Ray."""
+    with suppress(SkyfabError), actor:
+        pass
 
 
 def _stop(actor: Any) -> None:

@@ -55,9 +55,10 @@ from skyfab.pool.node import TABLE, Node
 from skyfab.pool.nodes import Nodes, close_all, named, open_all, tell_files
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.rendezvous import peer_addresses
-from skyfab.pool.scheduler import NOT_TAKEN, Scheduler, Task
+from skyfab.pool.scheduler import NOT_TAKEN, Scheduler
 from skyfab.pool.stall import watch
 from skyfab.pool.streams import RemoteIterator
+from skyfab.pool.task import Task
 from skyfab.pool.workdir import Workdirs
 from skyfab.protocol import codec
 from skyfab.providers.base import Provider
@@ -353,12 +354,16 @@ class Compute(ShownAsTable):
 
     def _generate(self, packed: PackedCall, node: Node | None) -> RemoteIterator[Any]:
         """Starts a generator on one worker."""
-        with SIGNAL_GUARD:
-            task = Task(packed, on=node)
-            conversation = task.converse(untrusted=self._scheduler.untrusted)
-            self._scheduler.add(task)
-            task.future.pool = self
-            return RemoteIterator(conversation)
+        task = Task(packed, on=node)
+        conversation = task.converse(untrusted=self._scheduler.untrusted)
+        try:
+            with SIGNAL_GUARD:
+                self._scheduler.add(task)
+                task.future.pool = self
+                return RemoteIterator(conversation)
+        except BaseException:  # what a handler raises at the end of the block: nobody has the iterator
+            conversation.close(wait=False)
+            raise
 
     def _start(
         self, call: Call[Any], found: PackedCall | DeviceStream, node: Node | None = None, *, keep: bool = False

@@ -18,7 +18,8 @@ from skyfab.calls.call import Call, Errors
 from skyfab.calls.pack import PackedCall, PackedFunction, pack_arguments
 from skyfab.errors import ProtocolError, RemoteTraceback, printable
 from skyfab.pool.futures import CallFuture
-from skyfab.pool.scheduler import Scheduler, Task
+from skyfab.pool.scheduler import Scheduler
+from skyfab.pool.task import Task
 from skyfab.protocol import codec
 
 _WORTH: Final = 0.010

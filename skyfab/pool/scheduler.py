@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import threading
 import time
 from collections import Counter, deque
@@ -18,119 +19,24 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
-from skyfab.calls.pack import PackedCall, PackedFunction
+from skyfab.calls.pack import PackedCall
 from skyfab.calls.results import deliver, unpack_result
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
-from skyfab.pool.feeds import converse
-from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Node, WorkerSpec
-from skyfab.pool.streams import Conversation, end_all
-from skyfab.protocol import codec, messages
+from skyfab.pool.streams import end_all
+from skyfab.pool.task import PREFETCH, RESERVED, Slot, Task
+from skyfab.protocol import messages
 from skyfab.protocol.mux import SMALL
 from skyfab.session.reader import refuse_to_wait
 from skyfab.session.replies import Reply
 
 NOT_TAKEN: Final = object()
 """The call was not made on the fast path: it must be queued."""
-_PREFETCH: Final = 0.010
-"""Seconds of work that a slot may prefetch."""
 _MOST: Final = 32
 _MOST_RETURNS: Final = 100
 """How often a call may be returned without having begun. After that, its worker is taken to be unable to start."""
-_SMALL: Final = 64 * 1024
-"""Calls with larger arguments (bytes) are not prefetched."""
-
-
-class Task:
-    """One solo call, and its future. It is the `Caller` of its node."""
-
-    _scheduler: Scheduler
-    """Set when it is added."""
-
-    def __init__(self, call: PackedCall, *, on: Node | None = None) -> None:
-        self.call = call
-        self.retries = call.retries
-        """How often it may still be moved from a lost host to another one."""
-        self.on = on
-        """The only node on which it may run; None for any."""
-        self.each = False
-        """The one argument is a list of argument tuples; the result is the seconds it took and a list of results."""
-        self.conversation: Conversation | None = None
-        """The exchanges with it while it runs."""
-        self.future = CallFuture()
-        self.future.label = call.label
-        self.ended: Callable[[BaseException | None], None] | None = None
-        self.slot: Slot | None = None
-        self.returned = 0
-        """How often it was returned without having begun."""
-        self.stream = 0
-        self.started = 0.0
-
-    def processes(self) -> list[tuple[Node, str, int | None]]:
-        """Node, worker and rank (None) where it runs; empty if it is on no slot."""
-        return [] if self.slot is None else [(self.slot.node, self.slot.worker, None)]
-
-    def enter(self, scheduler: Scheduler) -> None:
-        self._scheduler = scheduler
-        self.future.on_cancel = lambda: scheduler.cancel(self)
-
-    def converse(self, *, untrusted: bool) -> Conversation:
-        """Makes it a call with which something is exchanged while it runs."""
-        [found] = converse(self.call, [self.future], untrusted=untrusted)
-        self.conversation = found
-        found.stop = self.future.cancel
-        return found
-
-    def is_wanted(self) -> bool:
-        return not self.future.cancelled()
-
-    def sent(self, stream: int) -> None:
-        if self.conversation is not None and self.slot is not None:
-            self.conversation.begin(self.slot.node, self.slot.worker, stream)
-        self._scheduler.sent(self, stream)
-
-    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        if self.conversation is not None:
-            self.conversation.yielded(message, buffers)
-
-    def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        self._scheduler.answered(self, message, buffers)
-
-    def failed(self, error: Exception) -> None:
-        self._scheduler.failed(self, error)
-
-
-_RESERVED: Final = Task(
-    PackedCall(function=PackedFunction("", codec.Payload(b"")), arguments=codec.Payload(b""), label="")
-)
-"""Placeholder in a slot for a call of the fast path. It counts as a long call: nothing is placed behind it."""
-
-
-class Slot:
-    """One worker for solo calls on one node."""
-
-    def __init__(self, node: Node, worker: str, spec: WorkerSpec) -> None:
-        self.node = node
-        self.worker = worker
-        self.spec = spec
-        """The worker spec for the next call."""
-        self.given = spec
-        """The worker spec of the calls that it has."""
-        self.tasks: list[Task] = []
-        """Calls without a reply yet; the first one runs."""
-        self.answered = 0.0
-        """Time of the last reply."""
-
-    def is_stuck(self, now: float) -> bool:
-        """Its running call takes long: nothing should wait behind it."""
-        if not self.tasks:
-            return False
-        return self.tasks[0] is _RESERVED or now - max(self.answered, self.tasks[0].started) > _PREFETCH
-
-    def may_prefetch(self, task: Task, now: float) -> bool:
-        """Whether a call may wait behind the running one: it is small, in the same process, and that is not stuck."""
-        small = task.call.arguments.size < _SMALL and not task.call.converses
-        return small and self.given is self.spec and not self.is_stuck(now)
+_SPARE: Final = 8
+"""Idle workers of generators that are kept on a host."""
 
 
 class Scheduler:
@@ -151,6 +57,7 @@ class Scheduler:
         self._slots: list[Slot] = []
         self._own_slots: list[Slot] = []
         """Those of generators: each has one for itself, as it may wait for a program that makes other calls."""
+        self._streams = itertools.count()
         self._spec_of: Callable[[Node, str], WorkerSpec]
         self._advancing: set[int] = set()
         """Threads that are inside `advance`."""
@@ -233,13 +140,13 @@ class Scheduler:
             if not self._waiting:
                 for slot in self._slots:
                     if not slot.tasks and slot.node.lost is None:
-                        slot.tasks.append(_RESERVED)
+                        slot.tasks.append(RESERVED)
                         return slot
         return None
 
     def _release(self, slot: Slot) -> None:
         with self._lock:
-            slot.tasks.remove(_RESERVED)
+            slot.tasks.remove(RESERVED)
         if self._waiting:
             self.advance()
         if len(self._slots) > 1:
@@ -288,7 +195,7 @@ class Scheduler:
             stranded, self._waiting = self._waiting, deque()
             return functools.partial(self._strand, stranded)
         now = time.monotonic()
-        prefetch = max(1, min(_MOST, int(_PREFETCH / max(self._mean, 1e-6))))
+        prefetch = max(1, min(_MOST, int(PREFETCH / max(self._mean, 1e-6))))
         for position, task in enumerate(self._waiting):
             fitting = alive if task.on is None else [slot for slot in alive if slot.node is task.on]
             least = min(fitting, key=lambda slot: len(slot.tasks), default=None)
@@ -319,9 +226,16 @@ class Scheduler:
         for slot in self._own_slots:
             if slot.node is node and not slot.tasks:
                 return slot
-        made = Slot(node, f"stream.{len(self._own_slots)}", self._spec_of(node, task.call.tree))
+        made = Slot(node, f"stream.{next(self._streams)}", self._spec_of(node, task.call.tree))
         self._own_slots.append(made)
         return made
+
+    def _is_surplus(self, slot: Slot) -> bool:
+        """Whether a generator's slot is no longer needed, because enough others are idle. Then it is forgotten."""
+        if sum(one.node is slot.node and not one.tasks for one in self._own_slots) <= _SPARE:
+            return False
+        self._own_slots.remove(slot)
+        return True
 
     def _strand(self, tasks: Iterable[Task]) -> None:
         """Fails calls that no host can take."""
@@ -361,6 +275,10 @@ class Scheduler:
                 self._waiting.appendleft(task)
             elif why != "unassigned" and not task.call.yields:
                 self._measure(task, slot)
+            surplus = task.call.yields and self._is_surplus(slot)
+        if surplus:
+            with contextlib.suppress(SkyfabError):  # the host is lost
+                slot.node.release(slot.worker)
         if self._waiting:
             self.advance()
         if len(self._slots) > 1:
@@ -382,7 +300,7 @@ class Scheduler:
             return
         if any(not slot.tasks for slot in self._slots) and any(len(slot.tasks) > 1 for slot in self._slots):
             self._looking = True
-            timer = threading.Timer(2 * _PREFETCH, self._take_back)
+            timer = threading.Timer(2 * PREFETCH, self._take_back)
             timer.daemon = True
             timer.start()
 

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 from stage import labs
 from stage.spot import until
+from stage.threads import begin
 
 import skyfab as sky
 from skyfab.errors import HostLost, NotPicklable, RemoteError, RemoteTraceback, UsageError, WorkerDied
@@ -315,3 +316,31 @@ def test_an_exception_in_the_block_waits_for_calls_and_ctrl_c_stops_them(two: sk
     for future in leave(KeyboardInterrupt(), 600, 10):
         with pytest.raises(CancelledError):
             future.result()
+
+
+def test_a_call_that_comes_during_the_shutdown_does_not_hold_it_up(
+    two: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    executor, entered, go = two.executor(), threading.Event(), threading.Event()
+
+    def refuse(*_: object) -> None:
+        entered.set()
+        assert go.wait(30)
+        raise RuntimeError("cannot schedule new futures after shutdown")
+
+    monkeypatch.setattr(executor._threads, "submit", refuse)
+    submitting = begin(lambda: executor.submit(square, 1))
+    assert entered.wait(30)
+    threading.Timer(0.2, go.set).start()
+    executor.shutdown(cancel_futures=True)
+    with pytest.raises(RuntimeError, match="shutdown"):
+        submitting.result(30)
+
+
+def test_ctrl_c_at_the_end_of_the_block_stops_the_calls(two: sky.Compute) -> None:
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt), two.executor() as executor:  # noqa: PT012
+        futures = [executor.submit(time.sleep, 1000) for _ in range(6)]
+        timer.start()
+    assert wait(futures, 30).not_done == set()
+    assert two.run(sky.function(square)(3)) == 9

@@ -17,7 +17,7 @@ from stage.threads import at_once, begin
 
 import skyfab as sky
 from skyfab.lab import Lab
-from skyfab.pool.scheduler import Task
+from skyfab.pool.task import Task
 from skyfab.protocol.mux import ACK_FRAMES, SMALL
 from skyfab.session import timing
 from skyfab.ui.events import CallEnded, CallStarted, Event

@@ -11,7 +11,7 @@ import skyfab as sky
 from skyfab.calls.pack import PackedFunction
 from skyfab.pool import map as module
 from skyfab.pool.map import MapCall
-from skyfab.pool.scheduler import Task
+from skyfab.pool.task import Task
 from skyfab.protocol import codec
 
 

@@ -17,7 +17,8 @@ from skyfab.calls.pack import PackedCall, PackedFunction
 from skyfab.pool import scheduler as module
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import WorkerSpec
-from skyfab.pool.scheduler import NOT_TAKEN, Scheduler, Task
+from skyfab.pool.scheduler import NOT_TAKEN, Scheduler
+from skyfab.pool.task import Task
 from skyfab.protocol import codec, messages
 from skyfab.protocol.mux import SMALL
 

@@ -572,3 +572,42 @@ def test_a_broadcast_that_waits_for_iterators_nobody_reads_says_so(
         one.close()
     assert waiting.result() == [3]
     unsubscribe()
+
+
+def test_few_processes_of_generators_are_kept(compute: sky.Compute, tmp_path: Path) -> None:
+    def workers() -> int:
+        return sum(name.startswith("stream.") for name in compute.hosts[0]._workers)
+
+    iterators = [guarded(str(tmp_path / str(number))) >> compute for number in range(12)]
+    assert [next(one) for one in iterators] == [1] * 12
+    assert workers() >= 12
+    for one in iterators:
+        one.close()
+    until(lambda: workers() <= 8)
+    assert [list(one) for one in [count(2) >> compute for _ in range(3)]] == [[0, 1]] * 3
+
+
+def test_a_handler_that_raises_while_a_generator_is_started_ends_it(compute: sky.Compute, tmp_path: Path) -> None:
+    class Stop(Exception):
+        pass
+
+    def stop(*_: object) -> None:
+        raise Stop
+
+    path, scheduler = tmp_path / "ended", compute._scheduler
+    before, add = signal.signal(signal.SIGUSR1, stop), scheduler.add
+
+    def and_signal(task: Any) -> None:
+        add(task)
+        until(lambda: task.stream)
+        signal.raise_signal(signal.SIGUSR1)
+
+    vars(scheduler)["add"] = and_signal
+    try:
+        with pytest.raises(Stop) as raised:
+            guarded(str(path), block=False) >> compute
+    finally:
+        del vars(scheduler)["add"]
+        signal.signal(signal.SIGUSR1, before)
+    until(lambda: all(not slot.tasks for slot in scheduler._own_slots))
+    assert raised.value

@@ -19,7 +19,7 @@
     ├── CallError                            a call ended with neither a result nor its own exception
     │   ├── WorkerDied                       its process ended: exit code or signal
     │   │   └── ActorLost                    the process of an actor ended, and its state with it
-    │   ├── DeviceError (RuntimeError)       an operation on a remote device failed
+    │   ├── DeviceError (RuntimeError)       an operation on a remote device failed; also of the type raised there
     │   ├── RemoteError                      its exception could not be pickled; has its type and text
     │   ├── UntrustedResult                  it returned more than the plain data that results="data" allows
     │   ├── CallTimeout (TimeoutError)
@@ -33,6 +33,7 @@ The user's own exceptions are raised with their own type and are not in this hie
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections.abc import Sequence
@@ -196,7 +197,49 @@ class ActorLost(WorkerDied):
 
 
 class DeviceError(CallError, RuntimeError):
-    """An operation on a remote device failed on its host."""
+    """An operation on a remote device failed on its host. It is also an IndexError if that raised one, and so on."""
+
+    kind = ""
+    """The name of the exception's type on the host."""
+
+    @staticmethod
+    def of(kind: str, message: str, **place: Any) -> DeviceError:
+        """The error for an exception of the host whose type has this name."""
+        return _device_class(kind)(message, **place)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild_device, (self.kind, self.args, self.__dict__)
+
+
+def _rebuild_device(kind: str, args: tuple[Any, ...], state: dict[str, Any]) -> SkyfabError:
+    return _rebuild(_device_class(kind), args, state)
+
+
+def _device_class(kind: str) -> type[DeviceError]:
+    torch = sys.modules.get("torch")
+    base = getattr(torch, kind, None) if kind == "OutOfMemoryError" else _DEVICE_KINDS.get(kind)
+    return DeviceError if base is None else _derived_class(base)
+
+
+@functools.cache
+def _derived_class(base: type[Exception]) -> type[DeviceError]:
+    return type("DeviceError", (DeviceError, base), {"__module__": __name__, "kind": base.__name__})
+
+
+_DEVICE_KINDS = {
+    kind.__name__: kind
+    for kind in (
+        AssertionError,
+        IndexError,
+        KeyError,
+        MemoryError,
+        NotImplementedError,
+        OverflowError,
+        ValueError,
+        ZeroDivisionError,
+    )
+}
+"""Not AttributeError and TypeError: `hasattr` and PyTorch's operators hide them, wherever they come from."""
 
 
 class RemoteError(CallError):

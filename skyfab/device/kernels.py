@@ -18,7 +18,7 @@ from typing import Any, Final
 import torch
 
 from skyfab._util.signals import SIGNAL_GUARD
-from skyfab.device import meta, tensors
+from skyfab.device import dtype_checks, meta, tensors
 from skyfab.device.arguments import (
     common_device,
     generator_operand,
@@ -48,10 +48,6 @@ _VALUED: Final = frozenset(("arange", "linspace", "logspace", "range"))
 """Factories whose numbers decide the shape."""
 
 
-_SAME_DTYPE: Final = frozenset(
-    ("mm", "bmm", "addmm", "addbmm", "baddbmm", "mv", "addmv", "dot", "vdot", "linear", "convolution")
-)
-"""Operators whose tensors must have one dtype, which PyTorch does not check on its meta device."""
 _WRITES_OVER: Final = frozenset(
     ("fill_", "zero_", "masked_fill_", "index_fill_", "index_put_", "_index_put_impl_", "tril_", "triu_")
 )
@@ -250,13 +246,13 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
     before_plan()
     if kwargs.get("layout") not in (None, torch.strided):
         raise NotImplementedError(f"{_name(op)}: a {TYPE} device has dense tensors only, not layout={kwargs['layout']}")
-    if _name(op) in _SAME_DTYPE:
-        _check_dtypes(op, args)
+    dtype_checks.check_arguments(_name(op), args)
     stream = tensors.streams[common_device(args, kwargs)]
     _require_remote_results(op, args, kwargs)
     try:
         with SIGNAL_GUARD:  # PyTorch imports much when this is called first, and half an import stays one
             result, meta_args, meta_kwargs = meta.predict(op, args, kwargs, stream.device)
+            dtype_checks.check_cast(op, _name(op), meta_args, meta_kwargs)
     except NotImplementedError:
         return None
     resized = False
@@ -287,12 +283,6 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
             return None
     template = _template(op, args, kwargs, is_operand=is_operand)
     return new_plan(stream, op.name(), template, outputs, results or None)
-
-
-def _check_dtypes(op: Any, args: Sequence[Any]) -> None:
-    found = [value.dtype for value in args if isinstance(value, torch.Tensor)]
-    if len(set(found)) > 1:
-        raise RuntimeError(f"{op._schema.name}: expected tensors of one dtype, but got {', '.join(map(str, found))}")
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:

@@ -142,6 +142,8 @@ _to_copy_kernel: Final = make_kernel(_aten._to_copy.default)
 
 
 def _copy(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if self is source:
+        return self
     if not is_remote(self):
         return self.copy_(fetch(source))
     if self.is_conj():

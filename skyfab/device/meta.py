@@ -23,11 +23,14 @@ _SHAPED_BY_DEVICE: Final = frozenset(
     )
 )
 """Operators some of whose results have other shapes or dtypes on CPUs. PyTorch's meta device has those of GPUs."""
+_BAGS: Final = frozenset(("_embedding_bag", "_embedding_bag_forward_only"))
 _SCALARS_OF_CPU: Final = frozenset(("masked_fill", "masked_fill_", "index_fill", "index_fill_"))
 """Operators that on devices take a number in this machine's memory too, and on PyTorch's meta device do not."""
 
 _NEED_WEIGHTS: Final = 10
 """The index of that argument of attention: without it there is no second result, other than on the meta device."""
+_CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
+"""By dimensions."""
 
 
 def predict(
@@ -48,12 +51,38 @@ def predict(
     with mode:
         meta_args = [to_meta(value, where) for value in args]
         meta_kwargs = {name: to_meta(value, where) for name, value in kwargs.items()}
-        result = op(*meta_args, **meta_kwargs)
+        if name in _BAGS and meta_args[1].dtype is not meta_args[2].dtype:  # kernels convert both to the larger one
+            meta_args[1:3] = [indices.to(torch.int64) for indices in meta_args[1:3]]
+        if name == "_grouped_mm" and meta_args[0].dtype is not torch.bfloat16:
+            result = _grouped_mm(*meta_args, **meta_kwargs)
+        else:
+            result = op(*meta_args, **meta_kwargs)
+    if name == "convolution":
+        result = _in_format(result, *meta_args[:2])
+    if name == "convolution_backward":
+        result = (*(grad if grad is None else _in_format(grad, *meta_args[1:3]) for grad in result[:2]), result[2])
     if device != "cpu" and op is torch.ops.aten.log_sigmoid_forward.default:
         result = (result[0], result[1].new_empty(0))  # what only CPUs keep for the backward
     if name == "_native_multi_head_attention" and not kwargs.get("need_weights", (*args[_NEED_WEIGHTS:], True)[0]):
         result = (result[0], None)
     return result, meta_args, meta_kwargs
+
+
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """PyTorch's meta device refuses dtypes that its kernels take."""
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        shape.insert(0, a.shape[0] if a.dim() == 3 else offs.numel())
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device="meta")
+
+
+def _in_format(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """A result of a convolution as kernels return it; on the meta device it is always contiguous."""
+    found = _CHANNELS_LAST.get(result.dim())
+    if found is None or torch.float64 in (x.dtype, weight.dtype):
+        return result
+    is_last = any(t.is_contiguous(memory_format=found) and not t.is_contiguous() for t in (x, weight))
+    return result.to(memory_format=found) if is_last else result
 
 
 def to_meta(value: Any, device: str = "meta") -> Any:

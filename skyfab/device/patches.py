@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections import OrderedDict
 from typing import Any, Final
 
 import torch
 
 from skyfab._util.signals import SIGNAL_GUARD
-from skyfab.device import arguments, manual_kernels, plans, tensors, torch_sky
+from skyfab.device import arguments, devices, manual_kernels, plans, tensors, torch_sky
 from skyfab.device.tensors import TYPE
 from skyfab.host.device import wire
 
@@ -33,6 +34,9 @@ def apply() -> None:
     torch.Generator = _Generator
     for module in (torch.autograd, torch.autograd.graph):
         module._engine_run_backward = _raising_again(module._engine_run_backward)
+    torch.accelerator.synchronize = _synchronize
+    for module in (torch.accelerator, torch.accelerator.memory):
+        module.memory_stats, module.get_memory_info, module.empty_cache = _memory_stats, _memory_info, _empty_cache
     for name in _SETTERS:
         setattr(torch, name, _sending_settings(getattr(torch, name)))
     torch.serialization.register_package(5, _location, _restored)
@@ -102,6 +106,40 @@ def _pinned(original: Any) -> Any:
         return self if self.is_cpu and tensors.streams else original(self, *args, **kwargs)
 
     return method
+
+
+def _synchronize(device: Any = None, /) -> None:
+    """``torch.accelerator.synchronize``."""
+    torch_sky.synchronize(torch_sky.current_device() if device is None else device)
+
+
+class _Stats(OrderedDict[str, int]):
+    """What is known about the memory of a device. PyTorch takes 0 for anything else."""
+
+    def get(self, name: str, default: Any = None) -> int:
+        if name not in self:
+            raise NotImplementedError(f"a {TYPE} device does not count {name}")
+        return self[name]
+
+
+def _memory(device: Any) -> dict[str, int]:
+    found = torch_sky.current_device() if device is None else device
+    return devices.memory(torch.device(TYPE, found) if isinstance(found, int) else torch.device(found))
+
+
+def _memory_stats(device_index: Any = None, /) -> _Stats:
+    """``torch.accelerator.memory_stats``, from which ``memory_allocated`` and the like read."""
+    return _Stats({"allocated_bytes.all.current": _memory(device_index)["allocated"]})
+
+
+def _memory_info(device_index: Any = None, /) -> tuple[int, int]:
+    """``torch.accelerator.get_memory_info``: bytes that are free, and all."""
+    found = _memory(device_index)
+    return found["free"], found["total"]
+
+
+def _empty_cache() -> None:
+    """``torch.accelerator.empty_cache``: the cache is that of the worker, which keeps it."""
 
 
 def settings() -> list[Any]:
@@ -180,6 +218,11 @@ class _Generator(_OwnGenerator, metaclass=_AnyGenerator):  # type: ignore[misc]
     def manual_seed(self, seed: int) -> Any:
         self.stream.emit([wire.SEED, seed % (1 << 64), self.remote_id])
         return super().manual_seed(seed)
+
+    def seed(self) -> int:
+        found: int = super().seed()
+        self.manual_seed(found)
+        return found
 
     def get_state(self) -> torch.Tensor:
         return torch_sky.random_state(self.stream, self.remote_id)

@@ -304,7 +304,7 @@ class DeviceStream:
         if "memory" in text and isinstance(found.get("free"), int) and isinstance(found.get("total"), int):
             text += f" ({found['free'] / 2**30:.1f} GiB free of {found['total'] / 2**30:.1f})"
         called = f"{op or 'an operation'}({shapes})" + (f" at {line}" if line else "")
-        return DeviceError(f"{called} failed: {text}", host=self.link.name)
+        return DeviceError.of(str(found.get("kind")), f"{called} failed: {text}", host=self.link.name)
 
     def worker_died(self, why: str, entries: Sequence[Entry]) -> Exception:
         """The error for a device whose process has ended, while or after it executed these instructions."""

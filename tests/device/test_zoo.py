@@ -322,16 +322,7 @@ DRAWN_HERE = {
 On the CPU both come from one generator, and on any other device (also on a GPU) from two: with the same seed the
 numbers differ. Here the first kind have a generator of their own in both runs.
 """
-ALTERED: dict[str, Config] = {
-    # Convolutions lose the memory format channels_last, and dropout draws its numbers in the order of memory.
-    "SegformerForSemanticSegmentation": {"classifier_dropout_prob": 0.0},
-    "DPTForSemanticSegmentation": {"semantic_classifier_dropout": 0.0, "use_auxiliary_head": False},
-    # PyTorch's meta device refuses to multiply groups of float32 matrices.
-    "MixtralForCausalLM": {"experts_implementation": "eager"},
-    "Qwen3MoeForCausalLM": {"experts_implementation": "eager"},
-    "GptOssForCausalLM": {"experts_implementation": "eager"},
-    "DeepseekV3ForCausalLM": {"experts_implementation": "eager"},
-}
+ALTERED: dict[str, Config] = {}
 """Models that are equal only with other settings than their own."""
 REFUSED = {
     ("RwkvForCausalLM", "beams"): "cannot use beam search with a cache",

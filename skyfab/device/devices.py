@@ -92,14 +92,7 @@ def synchronize() -> None:
 
 def memory(device: torch.device) -> dict[str, int]:
     """Bytes of memory on the remote `device`: ``allocated`` by this program's tensors, ``free`` and ``total``."""
-    from skyfab.host.device import wire
-
-    stream = _stream_of(device)
-    stream.flush()  # what is no longer used is freed at the end of a batch
-    batch = stream.ask([wire.SYNC])
-    batch.value()
-    found = {name: batch.document.get(name) for name in ("allocated", "free", "total", "tensors")}
-    return {name: value for name, value in found.items() if isinstance(value, int)}
+    return _stream_of(device).memory()
 
 
 def fetch(tensor: torch.Tensor) -> Future[torch.Tensor]:

@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 
 from skyfab._util.signals import SIGNAL_GUARD
-from skyfab.device import arguments, devices, manual_kernels, plans, tensors, torch_sky
+from skyfab.device import arguments, manual_kernels, plans, tensors, torch_sky
 from skyfab.device.tensors import TYPE
 from skyfab.host.device import wire
 
@@ -124,7 +124,8 @@ class _Stats(OrderedDict[str, int]):
 
 def _memory(device: Any) -> dict[str, int]:
     found = torch_sky.current_device() if device is None else device
-    return devices.memory(torch.device(TYPE, found) if isinstance(found, int) else torch.device(found))
+    index = found if isinstance(found, int) else torch.device(found).index
+    return tensors.streams[index or 0].memory()
 
 
 def _memory_stats(device_index: Any = None, /) -> _Stats:

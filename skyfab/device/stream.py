@@ -359,6 +359,14 @@ class DeviceStream:
         self._lock = threading.RLock()
         self._lose(UsageError("a forked process cannot use the remote devices of its parent"))
 
+    def memory(self) -> dict[str, int]:
+        """Bytes of memory on the device: ``allocated`` by this program's tensors, ``free`` and ``total``."""
+        self.flush()  # what is no longer used is freed at the end of a batch
+        batch = self.ask([wire.SYNC])
+        batch.value()
+        found = {name: batch.document.get(name) for name in ("allocated", "free", "total", "tensors")}
+        return {name: value for name, value in found.items() if isinstance(value, int)}
+
     def close(self) -> None:
         """The pool closes: the device can no longer be used."""
         with self._lock:

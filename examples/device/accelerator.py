@@ -2,6 +2,8 @@
 
 The loop is the one for GPUs: `prepare` moves the model, and each batch as it is drawn. Gradients of two batches are
 added up before a step. The losses are added up on the device, so the loop waits for the host once an epoch.
+
+This machine needs it: uv pip install accelerate
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 A model that reads digits learns to read them upside down. Its weights stay as they are, on the host; adapters of a few
 thousand numbers are trained, and only these come back.
+
+This machine needs both: uv pip install peft transformers
 """
 
 from __future__ import annotations

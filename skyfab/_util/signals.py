@@ -74,7 +74,7 @@ class SignalGuard:
                 return
         for number in _SIGNALS:
             handler = getsignal(number)
-            if isinstance(handler, _Deferred):
+            if isinstance(handler, _Deferred) and handler.guard is self:
                 signal.signal(number, handler.handler)
 
     def wrap(self) -> None:
@@ -179,11 +179,11 @@ class _Deferred:
     """The handler of one signal. Each has its own function: a program may restore one that it has replaced."""
 
     def __init__(self, guard: SignalGuard, handler: Handler) -> None:
-        self._guard = guard
+        self.guard = guard
         self.handler = handler
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self._guard.handle(self.handler, number, frame)
+        self.guard.handle(self.handler, number, frame)
 
 
 SIGNAL_GUARD: Final = SignalGuard()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 from collections import Counter
@@ -15,7 +16,9 @@ from skyfab.lab import LabHost
 
 
 def threads() -> set[str]:
-    return {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate()}
+    torch = vars(sys.modules.get("torch.utils._functools", sys))
+    own = torch["_prefetch_executor"]._threads if "_prefetch_executor" in torch else ()  # for imports in advance: stays
+    return {f"thread {thread.name} ({thread.ident})" for thread in threading.enumerate() if thread not in own}
 
 
 def descriptors() -> set[str]:

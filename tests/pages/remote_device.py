@@ -51,7 +51,8 @@ def load(path):
     return torch.ones(3)
 
 
-x = batches
+x, y = batches, torch.randint(4, (8,), device=device)
+optimizer = torch.optim.AdamW(model.parameters())
 
 # after the last block
 assert hidden.device == device

@@ -158,26 +158,38 @@ class _RemoteGraph:
         self._stream: Any = None
         """The device that has the graph: one that is opened again does not."""
         self._known: dict[Any, Any] = {}
+        self._specs: dict[Any, Any] = {}
+        """What is sent for a call, by the numbers among the inputs: everything else is as Dynamo has traced it."""
+        self._numbers = [at for at, value in enumerate(about.inputs) if not isinstance(value, torch.Tensor)]
         self._on_cpu = {at for at, v in enumerate(about.inputs) if isinstance(v, torch.Tensor) and not is_remote(v)}
+        self._detached = {
+            at for at in range(len(about.inputs)) if at not in about.differentiable and at not in self._numbers
+        }
 
     def __call__(self, *args: Any) -> Any:
         given = [*args, *self._lifted]
-        found: list[torch.Tensor] = []
-        items: list[Any] = []
-        for at, value in enumerate(given):
-            if isinstance(value, torch.Tensor):
-                if at in self._on_cpu and value.dim():
-                    value = value.to(self._device)
-                items.append(("tensor", len(found)))
-                found.append(value if at in self._about.differentiable else value.detach())
-            else:
-                items.append(("plain", (type(value).__name__, value)))
-        arguments = ("tuple", (("tuple", tuple(items)), ("dict", ())))
-        spec = (self._on_host(), (), arguments, remote_functions.autocast_dtype())
-        results = remote_functions.call_module(self._known, spec, found, self._device, "a compiled graph")
+        key = (self._on_host(), remote_functions.autocast_dtype(), *((type(given[n]), given[n]) for n in self._numbers))
+        spec = self._specs.get(key) or self._specs.setdefault(key, self._spec(key, given))
+        found = given[:]
+        for at in self._on_cpu:
+            found[at] = given[at].to(self._device) if given[at].dim() else given[at]
+        for at in self._detached:
+            found[at] = found[at].detach()
+        for at in reversed(self._numbers):
+            del found[at]
+        results = remote_functions.call_module(self._known, key, spec, found, self._device, "a compiled graph")
         if self._about.written:
             torch.autograd.graph.increment_version([given[at] for at in self._about.written])
         return [self._result(result, like) for result, like in zip(results, self._about.results, strict=True)]
+
+    def _spec(self, key: Any, given: Sequence[Any]) -> Any:
+        digest, autocast, *_ = key
+        at = iter(range(len(given)))
+        items = tuple(
+            ("plain", (type(value).__name__, value)) if number in self._numbers else ("tensor", next(at))
+            for number, value in enumerate(given)
+        )
+        return digest, 0, ("tuple", (("tuple", items), ("dict", ()))), autocast
 
     def _result(self, result: Any, like: Any) -> Any:
         if not isinstance(like, torch.Tensor):

@@ -179,20 +179,20 @@ def autocast_dtype() -> str:
 
 
 def call_module(
-    known: dict[Any, Any], spec: Any, found: Sequence[torch.Tensor], device: torch.device, name: str
+    known: dict[Any, Any], key: Any, spec: Any, found: Sequence[torch.Tensor], device: torch.device, name: str
 ) -> Any:
     """Calls a module that the host has (composite_host.py) with these tensors. Returns what it returns.
 
-    `known` has for each kind of call: the bases of its results and the handle as meta tensors, the base of each result
-    and which view of it the result is (host_results.py), and what the module returns. The first call waits.
+    `known` has for each kind of call, by its key: the bases of its results and the handle as meta tensors, the base of
+    each result and which view of it the result is (host_results.py), and what the module returns. The first call waits.
     """
-    key = (device.index, spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in found))
 
     def call(inputs: Sequence[torch.Tensor], wanted: Sequence[bool]) -> tuple[list[torch.Tensor], torch.Tensor]:
         args = [list(inputs), spec, wanted]
         if key in known:
             metas, *expected = known[key]
             *bases, handle = composite_ops.call("module", [*args, tuple(expected)], lambda: metas, device)
+            tensors.streams[device.index].flush_if_idle()
         else:
             (*bases, handle), *expected, note = composite_ops.call_first("module_first", args, device)
             known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *expected)
@@ -213,26 +213,29 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         """Raises UsageError if its parameters and buffers are not on one remote device."""
         super().__init__()
         self.module = module
-        _device_of(module)
+        _device_of([tensor for tensor, _ in composite_host.own_tensors(module)])
         self._digests: dict[Any, str] = {}
         """What the host has of the module, for each state of the plain attributes of its parts, such as `training`."""
         self._known: dict[Any, Any] = {}
         """What is known of each kind of call."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        device = _device_of(self.module)
-        own = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        inputs: list[torch.Tensor] = []
-        template = composite_host.template((args, kwargs), inputs)
-        spec = (self._on_host(device), tuple(own), template, autocast_dtype())
-        return call_module(self._known, spec, (*inputs, *own.values()), device, "sky.remote")
+        own = composite_host.own_tensors(self.module)
+        found: list[torch.Tensor] = []
+        template = composite_host.template((args, kwargs), found)
+        found += [tensor for tensor, _ in own]
+        device = _device_of(found[-len(own) :])
+        names = tuple(tuple(name for _, name in places) for _, places in own)
+        spec = (self._on_host(device, names), len(own), template, autocast_dtype())
+        key = (device.index, spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in found))
+        return call_module(self._known, key, spec, found, device, "sky.remote")
 
-    def _on_host(self, device: torch.device) -> str:
+    def _on_host(self, device: torch.device, names: tuple[Any, ...]) -> str:
         """Sends the module without its tensors, unless the host has it as it is now. Returns its digest.
 
         Raises UsageError if it changes all the time.
         """
-        state = (device.index, tuple(_plain(part) for part in self.module.modules()))
+        state = (device.index, names, tuple(_plain(part) for part in self.module.modules()))
         if state not in self._digests:
             if len(self._digests) >= _MOST_STATES:
                 raise UsageError(
@@ -249,7 +252,13 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
 
 def _plain(part: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
     """The attributes of a part that are numbers, texts and the like, or tuples of these."""
-    return tuple((name, value) for name, value in vars(part).items() if _is_plain(value))
+    return tuple(
+        [
+            (name, value)
+            for name, value in vars(part).items()
+            if type(value) in _PLAIN or (type(value) is tuple and _is_plain(value))
+        ]
+    )
 
 
 def _is_plain(value: object) -> bool:
@@ -274,8 +283,9 @@ class _Skeleton:
         return composite_host.itself, (copy.deepcopy(self._module, memo),)
 
 
-def _device_of(module: torch.nn.Module) -> torch.device:
-    found = {tensor.device for tensor in (*module.parameters(), *module.buffers())}
+def _device_of(own: Sequence[torch.Tensor]) -> torch.device:
+    """The device of a module with these tensors."""
+    found = {tensor.device for tensor in own}
     if len(found) != 1 or next(iter(found)).type != tensors.TYPE:
         devices = ", ".join(sorted(map(str, found))) or "none"
         raise UsageError(

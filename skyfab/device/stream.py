@@ -139,6 +139,11 @@ class DeviceStream:
             self._wait_for_room()
             return self._send()
 
+    def flush_if_idle(self) -> None:
+        """Sends what has been emitted if the host has nothing else to do: after an instruction that takes long."""
+        if not self._ahead:
+            self.flush()
+
     def try_flush(self) -> bool:
         """Sends what has been emitted, unless another thread is sending. Returns whether there was something."""
         if not (self.buffer or self.freed or self.dead) or self._error is not None or self._lost is not None:

@@ -500,7 +500,8 @@ def test_options_are_passed_on(device: Any) -> None:
     def options() -> list[dict[str, Any]]:
         from skyfab.host.device import composite_host
 
-        return [module.options for module in composite_host.MODULES.values() if hasattr(module, "options")]
+        found = [each.module for each in composite_host.MODULES.values()]
+        return [module.options for module in found if hasattr(module, "options")]
 
     assert {"fallback_random": True} in sky.run_on(device, options)
 

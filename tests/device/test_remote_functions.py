@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import time
 from collections.abc import Callable, Iterator
@@ -245,6 +246,38 @@ def test_plain_attributes_of_a_remote_module_may_change(device: Any) -> None:
     module.scale = 65.0
     with pytest.raises(sky.UsageError, match="changed 64 times"):
         remote(x)
+
+
+class _Tied(torch.nn.Module):
+    """Two layers with one weight, and a count that is a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(3, 3)
+        self.second = torch.nn.Linear(3, 3)
+        self.second.weight = self.first.weight
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return self.second(self.first(x))
+
+
+def test_a_remote_module_with_shared_weights_that_gets_one_more(device: Any) -> None:
+    torch.manual_seed(0)
+    expected = _Tied()
+    tied = copy.deepcopy(expected).to(device)
+    remote = sky.remote(tied)
+    x = torch.randn(2, 3)
+    for module in (expected, tied):
+        assert module.first.weight is module.second.weight
+    expected(x).sum().backward()
+    remote(x.to(device)).sum().backward()
+    torch.testing.assert_close(tied.first.weight.grad.cpu(), expected.first.weight.grad)
+    for module in (expected, tied):
+        module.second.weight = torch.nn.Parameter(module.first.weight.detach() * 2)
+    torch.testing.assert_close(remote(x.to(device)).cpu(), expected(x))
+    assert tied.count.item() == 2
 
 
 def test_a_remote_module_needs_a_remote_device() -> None:

@@ -91,6 +91,18 @@ def emit(stream: DeviceStream, *operands: Any, recorded: bool = False) -> None:
     stream.emit([OPERATION, *operands], recorded=recorded)
 
 
+def test_a_long_instruction_is_sent_to_a_host_that_has_nothing_to_do(stream: DeviceStream, node: Node) -> None:
+    emit(stream, 1)
+    stream.flush_if_idle()
+    assert len(node.sent) == 1
+    emit(stream, 2)
+    stream.flush_if_idle()
+    assert len(node.sent) == 1  # it still works on the first
+    node.reply()
+    stream.flush_if_idle()
+    assert [len(batch) for batch in node.sent] == [1, 1]
+
+
 def fail(stream: DeviceStream, node: Node) -> None:
     """An operation that has failed on the host."""
     emit(stream, "bad")

@@ -7,7 +7,7 @@ graph of the forward. The client frees it like any other tensor, and with it the
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -129,26 +129,69 @@ def cast_linear_backward(tensors: Sequence[torch.Tensor], mask: Sequence[bool], 
 
 # ---- modules
 
-MODULES: Final[dict[str, torch.nn.Module]] = {}
-"""Modules without their tensors, by digest."""
+Places = Sequence[tuple[dict[str, Any], str]]
+"""The dicts that have a tensor, each with the tensor's name in it: a tensor may be shared."""
 
 
-def call_module(module: torch.nn.Module, spec: Any, tensors: Sequence[Any]) -> Any:
-    """Calls a module with other tensors: its inputs, then its parameters and buffers.
+class HostModule:
+    """A module of the client without its tensors: they come with each call."""
 
-    The specification has its digest, the names of parameters and buffers, the arguments, and the dtype of autocast.
-    """
-    _, names, arguments, autocast = spec
-    count = len(tensors) - len(names)
-    args, kwargs = fill_in(arguments, tensors[:count])
-    device = _device_of(module, tensors)
-    with torch.autocast(device.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
-        return torch.func.functional_call(module, dict(zip(names, tensors[count:], strict=True)), args, kwargs)
+    def __init__(self, module: torch.nn.Module) -> None:
+        self.module = module
+        own = own_tensors(module)
+        self._places = [places for _, places in own]
+        self._buffers = [at for at, (tensor, _) in enumerate(own) if not isinstance(tensor, torch.nn.Parameter)]
+
+    def call(self, spec: Any, tensors: Sequence[Any]) -> Any:
+        """Calls it with its inputs, then its parameters and buffers.
+
+        The specification has its digest, how many of the tensors are its own, the arguments, and autocast's dtype.
+        """
+        _, own, arguments, autocast = spec
+        count = len(tensors) - own
+        args, kwargs = fill_in(arguments, tensors[:count])
+        device = self.device(tensors)
+        with torch.autocast(device.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
+            with self._with_tensors(tensors[count:]):
+                return self.module(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def _with_tensors(self, tensors: Sequence[Any]) -> Iterator[None]:
+        before = [places[0][0][places[0][1]] for places in self._places]
+        try:
+            self._set(tensors)
+            yield
+        finally:
+            self._set(before)
+
+    def _set(self, tensors: Sequence[Any]) -> None:
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for holder, name in places:
+                holder[name] = tensor
+
+    def written(self, inputs: int) -> Collection[int]:
+        """Indices of tensors that a call may change: graphs know theirs, others may change inputs and buffers."""
+        known: Collection[int] | None = getattr(self.module, "written", None)
+        return {*range(inputs), *(inputs + at for at in self._buffers)} if known is None else known
+
+    def device(self, tensors: Sequence[Any]) -> torch.device:
+        """Its device; graphs (graph_host.py) name theirs, others have tensors."""
+        return getattr(self.module, "device_here", None) or tensors[-1].device
 
 
-def _device_of(module: torch.nn.Module, tensors: Sequence[Any]) -> torch.device:
-    """The device of a module; graphs (graph_host.py) name theirs, others have tensors."""
-    return getattr(module, "device_here", None) or tensors[-1].device
+def own_tensors(module: torch.nn.Module) -> list[tuple[torch.Tensor, Places]]:
+    """The parameters and buffers of a module, each once, in the same order on client and host."""
+    found: dict[int, tuple[torch.Tensor, list[tuple[dict[str, Any], str]]]] = {}
+    for part in module.modules():
+        for holder in (part._parameters, part._buffers):
+            for name, tensor in holder.items():
+                if tensor is not None:
+                    found.setdefault(id(tensor), (tensor, []))[1].append((holder, name))
+    return list(found.values())
+
+
+MODULES: Final[dict[str, HostModule]] = {}
+"""By digest."""
 
 
 def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -> Tensors:
@@ -171,18 +214,17 @@ def module_first(tensors: Sequence[Any], spec: Any, wanted: Sequence[bool]) -> t
     And a notice for the user, if there is one.
     """
     structure: Any = None
+    called = MODULES[spec[0]]
 
     def function(*values: torch.Tensor) -> Any:
         nonlocal structure
         results: list[torch.Tensor] = []
-        structure = template(call_module(MODULES[spec[0]], spec, values), results, is_argument=False)
+        structure = template(called.call(spec, values), results, is_argument=False)
         return tuple(results)
 
     *results, handle = _with_graph(function, tensors, wanted)
-    called = MODULES[spec[0]]
-    device = _device_of(called, tensors)
-    bases, locations = host_results.share([host_results.plain(result) for result in results], device)
-    return (*bases, handle), tuple(locations), structure, getattr(called, "note", "")
+    bases, locations = host_results.share([host_results.plain(result) for result in results], called.device(tensors))
+    return (*bases, handle), tuple(locations), structure, getattr(called.module, "note", "")
 
 
 def itself(value: Any) -> Any:

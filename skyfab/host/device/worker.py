@@ -181,6 +181,8 @@ class Executor:
 
     def _free(self, instruction: Sequence[Any]) -> None:
         for ident in instruction[1:]:
+            if self._tensors.pop(ident, None) is not None:
+                continue  # a tensor, as nearly always
             for each in (ident,) if ident > 0 else self._of_block(-ident):
                 self._tensors.free(each)
                 self._generators.pop(each, None)
@@ -274,7 +276,7 @@ class Executor:
 
     def _module(self, instruction: Sequence[Any]) -> None:
         _, digest, *numbers = instruction
-        composite_host.MODULES[digest] = self._unpickled(numbers)
+        composite_host.MODULES[digest] = composite_host.HostModule(self._unpickled(numbers))
         self._reply = {"value": None}
 
     def _unpickled(self, numbers: Sequence[int]) -> Any:

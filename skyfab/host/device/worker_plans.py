@@ -146,13 +146,10 @@ def _compile(
 
 def _of_module(operands: Sequence[Operand], spec: Any) -> list[Operand]:
     """The operands of a module's call: it may change its inputs and its buffers, and not its parameters."""
-    digest, names, *_ = spec
+    digest, own, *_ = spec
     module = composite_host.MODULES[digest]
-    if (written := getattr(module, "written", None)) is not None:  # a graph: it is known what it changes
-        return [Operand(kind, at in written) for at, (kind, _) in enumerate(operands)]
-    parameters = {name for name, _ in module.named_parameters()}
-    inputs = len(operands) - len(names)
-    return [Operand(kind, at < inputs or names[at - inputs] not in parameters) for at, (kind, _) in enumerate(operands)]
+    written = module.written(len(operands) - own)
+    return [Operand(kind, at in written) for at, (kind, _) in enumerate(operands)]
 
 
 def _scalar(operand: Sequence[Any]) -> torch.Tensor:

@@ -59,7 +59,7 @@ class Device:
         )
 
     def _encoder(self, arena: Arena, compute: sky.Compute, device: Any) -> Iterator[Result]:
-        there, steps = sky.function(encoder_step), arena.scale.steps
+        there, steps = sky.function(encoder_step), arena.scale.trained
 
         def far() -> float:
             arena.first_machine.delay(_FAR)

@@ -18,10 +18,10 @@ class Scale:
     """Cold starts on a host with an empty cache."""
     tasks: int = 1000
     """Items of a map."""
-    maps: int = 10
+    maps: int = 6
     size: int = 512
     """MiB of the large tensor."""
-    bulk: int = 3
+    bulk: int = 2
     one_way: int = 2
     arrays: tuple[str, ...] = ("torch", "numpy")
     """The library of the tensor: the first of these that is installed."""
@@ -34,18 +34,19 @@ class Scale:
     """Packages of an environment."""
     extra: str = "colorama"
     """One more package."""
-    builds: int = 2
-    starts: int = 2
-    """Starts up to the first step of DDP."""
+    builds: int = 1
+    """Environments that are built each way: minutes, and far from their bars."""
+    starts: int = 1
+    """Starts up to the first step of DDP, and of clusters of Dask and Ray."""
     crews: int = 2
     """Sets of ranks whose steps are timed."""
-    laps: int = 10
+    laps: int = 6
     """Laps of each of these sets, alternating with laps of plain ssh."""
     steps: int = 10
-    """Steps of a lap, and of a training on a remote device."""
+    """Steps of a lap."""
     away: tuple[float, ...] = (2.0, 4.0, 8.0)
     """Seconds for which a link drops all packets: less than until the connection is suspect, about that, and more."""
-    cuts: int = 3
+    cuts: int = 2
     """Number of such outages."""
     hosts: tuple[int, ...] = (1, 4, 16, 64)
     """Numbers of hosts of the pools."""
@@ -58,11 +59,13 @@ class Scale:
     """Measurements of each figure of a remote device."""
     trainings: int = 2
     """Of a training step there, which takes long."""
+    trained: int = 5
+    """Steps of each."""
     files: int = 10_000
     """Files of a folder that is sent."""
     file: int = 512
     """MiB of the large file."""
-    trips: int = 3
+    trips: int = 2
     """Transfers of each."""
     examined: int = 16
     """Hosts of an examination."""
@@ -98,6 +101,7 @@ TASTE = Scale(
     openings=1,
     device=1,
     trainings=1,
+    trained=2,
     broadcasts=3,
     items=100,
     files=50,

@@ -49,7 +49,7 @@ def _share(crowd: Arena, count: int) -> tuple[Sample, Sample]:
         _read_for(read, 2 * _EVERY)
         for _ in range(crowd.scale.openings):
             before = time.perf_counter(), _spent(process.pid), sum(map(_spent, _children(process.pid)))
-            _read_for(read, 5 * _EVERY)
+            _read_for(read, 3 * _EVERY)
             after = time.perf_counter(), _spent(process.pid), sum(map(_spent, _children(process.pid)))
             wall, mine, theirs = (late - early for late, early in zip(after, before, strict=True))
             own.append(100 * mine / wall)

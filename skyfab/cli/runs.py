@@ -222,7 +222,6 @@ def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
     from skyfab.ui.suppressed import is_noise
     from skyfab.ui.terminal import is_rich, put
 
-    where = {number: part.host for part in run.parts for number in part.about.ranks}
     shown = line_format()
     together = is_rich(sys.stdout, sys.stderr)
 
@@ -234,7 +233,7 @@ def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
         if is_noise(line.text):
             continue
         event = Output(
-            host=where.get(line.rank, "?"),
+            host=line.host,
             rank=None if run.world_size == 1 else line.rank,
             stream="stdout" if line.stream == "out" else "stderr",
             text=(_stamp(line.time) if timestamps else "") + settled(line.text),

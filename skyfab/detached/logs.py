@@ -23,6 +23,7 @@ class LogLine(NamedTuple):
     text: str
     time: float
     """By the host's clock; when the run started, if that is not known."""
+    host: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +75,7 @@ class LogReader:
     def _of_host(self, host: Host, page: _Page, rest: bool) -> Iterator[LogLine]:
         while True:
             for line in page.lines:
-                yield LogLine(*line)
+                yield LogLine(*line, host.name)
             self._cursors[host.name] = page.cursors
             if not page.more:
                 return

@@ -91,7 +91,7 @@ class Run(ShownAsTable):
     def state(self) -> State:
         """The state as of the last query, on the hosts that responded to it."""
         states = {part.state for part in self._parts} or {"unreachable"}
-        order: tuple[State, ...] = ("lost", "running", "unreachable", "stopped", "failed")
+        order: tuple[State, ...] = ("running", "lost", "unreachable", "stopped", "failed")
         return next((state for state in order if state in states), "done")
 
     @property
@@ -108,9 +108,10 @@ class Run(ShownAsTable):
 
     @property
     def failed(self) -> list[tuple[str, int]]:
-        """Host and rank of each failure, in the order of time, as of the last query."""
+        """Host and rank of each failure, in the order of time, as of the last query; then those that are lost."""
         found = sorted((moment, part.host, rank) for part in self._parts for rank, moment in part.failures)
-        return [(host, rank) for _, host, rank in found]
+        lost = [(part.host, rank) for part in self._parts if part.state == "lost" for rank in part.about.ranks]
+        return list(dict.fromkeys([*((host, rank) for _, host, rank in found), *lost]))
 
     @property
     def has_ended(self) -> bool:
@@ -135,7 +136,8 @@ class Run(ShownAsTable):
         if found and found[0].about.id == self.id:
             return found[0]
         # It was there before, so it has been deleted: waiting for it would never end.
-        about = replace(self._about, place=self.hosts.index(outcome.host.name))
+        before = (part.about for part in self._parts if part.host == outcome.host.name)
+        about = next(before, None) or replace(self._about, place=self.hosts.index(outcome.host.name))
         return Part(host=outcome.host.name, about=about, state="lost", started=self.started)
 
     def _asker(self, **options: Any) -> Asker:
@@ -247,8 +249,9 @@ class Run(ShownAsTable):
             while True:
                 errors = self._look(asker)
                 state = self.state
-                if state not in ("running", "unreachable") and (state == "lost" or not errors):
-                    self._check_lost()
+                for error in self._losses():  # immediately: ranks on other hosts may wait for those forever
+                    raise error
+                if state not in ("running", "unreachable") and not errors:
                     errors += self._fetch(asker, answers)
                     if not errors:
                         return self._conclude([one for some in answers.values() for one in some])
@@ -266,10 +269,11 @@ class Run(ShownAsTable):
         if answers:
             self._conclude([one for some in answers.values() for one in some])
 
-    def _check_lost(self) -> None:
+    def _losses(self) -> Iterator[HostLost]:
+        """An error for each host where it is lost, as of the last query."""
         for part in self._parts:
             if part.state == "lost":
-                raise HostLost(
+                yield HostLost(
                     f"its agent ended, the host was restarted, or the files of run {self.id[:8]} were removed",
                     host=part.host,
                     hint=f"its output until then: skyfab logs {self.id[:8]}",
@@ -292,8 +296,9 @@ class Run(ShownAsTable):
         place = rank if self._about.on == "all" else None
         found = asker.ask_one(Question("runs.content", content_of, {"run": self.id, "name": f"result.{rank}"}), host)
         if found is None:
-            text = f"rank {rank} of {self.function} was stopped, or had no space for its result"
-            return _Failed(SkyfabError(text, host=host.name, rank=place))
+            full = (host.name, rank) in self.failed
+            what = "ended, and the disk had no space for its result" if full else "was stopped"
+            return _Failed(SkyfabError(f"rank {rank} of {self.function} {what}", host=host.name, rank=place))
         content = memoryview(found)
         try:
             size = int.from_bytes(content[:4], "big")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import sys
 import threading
@@ -52,7 +53,7 @@ class Batch:
     def value(self) -> Any:
         """What the host replied. Raises ProtocolError, and DeviceError if the instruction failed or was skipped."""
         if self.error is not None:
-            raise self.error
+            raise copy.copy(self.error)  # as DeviceStream does
         if self.document is None:
             raise DeviceError("not executed because of an earlier error")
         if not isinstance(self.document, dict) or "value" not in self.document:

@@ -120,9 +120,9 @@ class _RemoteIterator(Iterator[Any]):
             with SIGNAL_GUARD:
                 self._values.extend(tensors.restore(batch.value(), first, self._stream.index))
                 self._waiting.popleft()  # not before: Ctrl-C may end the wait
-        except Exception as error:
+        except Exception:
             self.close()
-            self._stream.consume(error)
+            self._stream.consume(batch.error)
             raise
         if batch.document.get("over"):
             self._end()

@@ -6,6 +6,7 @@ The program is not held up by the host, except where it needs a value, or is too
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
 import pickle
@@ -331,13 +332,17 @@ class DeviceStream:
         self.limit = 0
 
     def _raise(self) -> None:
-        """Raises what there is to raise. The device can be used again afterwards, unless it is lost."""
+        """Raises what there is to raise. The device can be used again afterwards, unless it is lost.
+
+        It is a copy: an exception that is kept would keep the frames that it was raised in, and PyTorch's settings with
+        them.
+        """
         if self._lost is not None:
-            raise self._lost.with_traceback(None)
+            raise copy.copy(self._lost)
         if self._error is not None:
             error = self._error
             self._resume()
-            raise error.with_traceback(None)
+            raise copy.copy(error)
 
     def _resume(self) -> None:
         """The error is raised on this thread: the host executes what follows.

@@ -6,6 +6,7 @@ the tensors themselves, and everything that was sent before it has been executed
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -124,7 +125,7 @@ class DeviceCall(Caller):
         if self._first and isinstance(message, messages.Result) and buffers:
             return self._stays(buffers[0])
         if isinstance(message, messages.Ended) and message.why == "unstarted" and self._stream.earlier_error:
-            raise self._stream.earlier_error
+            raise copy.copy(self._stream.earlier_error)
         try:
             return unpack_result(message, buffers, **about)
         except DeviceError:  # it was not called, or needs a tensor that was never computed

@@ -15,7 +15,7 @@ NOISE = "[W1116 10:00:00.123456789 socket.cpp:767] [c10d] The hostname of the cl
 
 
 def test_what_frameworks_write_when_they_start_is_not_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = [LogLine(time=1.0, rank=0, stream="out", text=text) for text in (NOISE, "mine")]
+    lines = [LogLine(host="node1", time=1.0, rank=0, stream="out", text=text) for text in (NOISE, "mine")]
     part = SimpleNamespace(host="node1", about=SimpleNamespace(ranks=(0,)))
     run: Any = SimpleNamespace(parts=[part], world_size=1, lines=lambda **_: iter(lines))
     runs._print(run, timestamps=False)
@@ -24,7 +24,7 @@ def test_what_frameworks_write_when_they_start_is_not_printed(capsys: pytest.Cap
 
 def test_a_rank_that_has_failed_while_others_run_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     def lines(*, failed: Callable[[str, int], None], **_: object) -> Iterator[LogLine]:
-        yield LogLine(time=1.0, rank=0, stream="out", text="one")
+        yield LogLine(host="node1", time=1.0, rank=0, stream="out", text="one")
         failed("node2", 1)
 
     part = SimpleNamespace(host="node1", about=SimpleNamespace(ranks=(0,)))

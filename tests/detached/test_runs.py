@@ -47,7 +47,7 @@ def unfit(host: str) -> sky.HostUnfit:
         (("failed", "stopped"), "stopped", True),
         (("stopped", "unreachable"), "unreachable", False),
         (("unreachable", "running"), "running", False),
-        (("running", "lost"), "lost", False),
+        (("running", "lost"), "running", False),
         (("done", "lost"), "lost", True),
         (("done",), "done", False),
     ],
@@ -114,6 +114,22 @@ def test_a_run_for_programs_says_who_did_not_respond(two: Hosts) -> None:
     two.says |= {("a", "runs"): part(0, hosts=("a", "b", "c")), ("b", "runs"): lost("b")}
     facts = facts_of(two.run())
     assert (facts["no_response"], facts["not_asked"]) == (["b"], ["c"])
+
+
+def test_a_run_that_is_lost_on_one_host_is_followed_on_the_other(two: Hosts) -> None:
+    """`result` does not wait for it: its ranks may wait for the lost ones."""
+    two.says["a", "runs"] = Several(*[part(0, "running")] * 3, part(0))
+    two.says["a", "logs"] = Several(lines((0, "of a", 1.0)), lines())
+    two.says["b", "logs"] = Several(lines((1, "of b", 2.0)), lines())
+    two.says["b", "runs"] = part(1, "lost")
+    run = two.run()
+    with pytest.raises(sky.HostLost, match="the host was restarted"):
+        run.result()
+    assert run.failed == [("b", 1)]
+    failed: list[tuple[str, int]] = []
+    found = [(line.host, line.text) for line in run.lines(follow=True, failed=lambda *one: failed.append(one))]
+    assert found == [("a", "of a"), ("b", "of b")]
+    assert (run.state, failed) == ("lost", [("b", 1)])
 
 
 def test_a_run_that_a_host_no_longer_has_is_lost_there(two: Hosts) -> None:
@@ -310,7 +326,7 @@ def test_a_run_on_one_host_returns_or_raises_as_a_call(two: Hosts) -> None:
     with pytest.raises(KeyError, match="lr"):
         run.result()
     two.says["a", "result.0"] = None
-    with pytest.raises(sky.SkyfabError, match="rank 0 of train was stopped, or had no space") as error:
+    with pytest.raises(sky.SkyfabError, match=r"rank 0 of train was stopped$") as error:
         run.result()
     assert (error.value.host, error.value.rank) == ("a", None)
 

@@ -164,6 +164,24 @@ def test_a_detached_run_on_a_full_disk_says_in_its_log_what_is_missing(
     assert found[-1] == f"line {count - 1}"
 
 
+def test_a_run_continues_if_its_program_ends_while_the_disk_is_full(
+    small: LabHost, hosts_of: Callable[..., list[sky.Host]], spot: Spot
+) -> None:
+    (host,) = hosts_of("openssh", 1, cache=f"{PLACE}/cache")
+    with sky.Compute([host], ui="none") as pool:
+        run = pool.launch(count_until(spot / "enough"))
+        wait_for(lambda: "line 5" in lines_of(run))
+        fill(small)
+    wait_for_silence(run)
+    time.sleep(2)  # the agent notes in its log, which is on that disk, that the program has ended
+    assert run.status == "running"
+    spot.leave("enough")
+    wait_for(lambda: run.status == "failed")
+    with pytest.raises(sky.BroadcastError) as raised:
+        run.result(10)
+    assert "rank 0 of count_until ended, and the disk had no space for its result" in str(raised.value.exceptions[0])
+
+
 def lines_of(run: sky.Run) -> list[str]:
     return [text for _, stream, text in run.logs() if stream == "out"]
 

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import sys
 import time
 
 from skyfab.errors import ProtocolError
@@ -19,6 +18,7 @@ from skyfab.host.agent.connection import Connection
 from skyfab.host.agent.handlers import Handlers
 from skyfab.host.agent.host_info import HostInfo
 from skyfab.host.agent.lease import Lease
+from skyfab.host.agent.logs import note
 from skyfab.host.agent.poller import READ, WRITE, Poller
 from skyfab.host.agent.uploads import Uploads
 from skyfab.host.agent.workers import Workers
@@ -164,7 +164,7 @@ class Agent:
                 self._poller.add(connection.source, READ, lambda: self._consider(connection))
                 self._waiting.add(connection)
         except (OSError, ValueError, TypeError, KeyError) as error:
-            print(f"not a link: {error!r}", file=sys.stderr)
+            note(f"not a link: {error!r}")
             for fd in fds:
                 os.close(fd)
             link.close()
@@ -194,7 +194,7 @@ class Agent:
         except BlockingIOError:
             return
         except (OSError, ProtocolError) as error:
-            print(f"connection ended: {error}", file=sys.stderr)
+            note(f"connection ended: {error}")
             self._drop()
             return
         if not alive:
@@ -248,7 +248,7 @@ class Agent:
         if (self._local or self._ended.is_there()) and not self._waiting:
             self._lease.is_program_ended = True
         what = "the program has ended" if self._lease.is_program_ended else "the connection has ended"
-        print(f"{what}: its client has {self._lease.seconds:g} s to reconnect", file=sys.stderr)
+        note(f"{what}: its client has {self._lease.seconds:g} s to reconnect")
         self._close_ended()
 
     def _close_ended(self) -> None:

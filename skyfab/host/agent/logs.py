@@ -27,6 +27,12 @@ _MOST: Final = 1024 * 1024 * 1024
 """Bytes that may wait in the file. A process that writes more than its client receives is blocked then."""
 
 
+def note(text: str) -> None:
+    """Writes a line to the agent's own log. A full disk must not end the agent."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode(errors="backslashreplace"))
+
+
 class LogPipe:
     """The agent's end of one worker's stdout or stderr."""
 

@@ -5,12 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 
 from skyfab.context import STACKS
 from skyfab.errors import ProtocolError
-from skyfab.host.agent.logs import LogPipe
+from skyfab.host.agent.logs import LogPipe, note
 from skyfab.host.agent.poller import READ
 from skyfab.host.agent.worker_handle import WorkerHandle
 from skyfab.host.agent.zygote import Zygote
@@ -236,7 +235,7 @@ class Workers:
         try:
             notices = self._zygote.notices()
         except EOFError:
-            print("the zygote died: starting another", file=sys.stderr)
+            note("the zygote died: starting another")
             self.poller.drop(self._zygote.fileno())
             for worker in self:  # Linux has killed the workers, but not the processes that they started
                 if worker.group:

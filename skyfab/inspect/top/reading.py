@@ -54,7 +54,6 @@ class Reading:
 
 def log_of(run: Run) -> Reading:
     """The log of a run, which is followed until it is closed or the run has ended."""
-    where = {number: part.host for part in run.parts for number in part.about.ranks}
 
     def read(text: Reading) -> None:
         def trouble(error: SkyfabError) -> None:
@@ -63,7 +62,7 @@ def log_of(run: Run) -> Reading:
         for line in run.lines(follow=True, tail=_TAIL, trouble=trouble, stopped=text.closed.is_set):
             if not is_noise(line.text):
                 rank = "" if run.world_size == 1 else f"[{line.rank}]"
-                text.add(f"{where.get(line.rank, '?')}{rank} {settled(line.text)}")
+                text.add(f"{line.host}{rank} {settled(line.text)}")
             if text.closed.is_set():
                 return
         text.add(f"— {run.state} —")

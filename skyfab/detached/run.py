@@ -110,8 +110,8 @@ class Run(ShownAsTable):
     def failed(self) -> list[tuple[str, int]]:
         """Host and rank of each failure, in the order of time, as of the last query; then those that are lost."""
         found = sorted((moment, part.host, rank) for part in self._parts for rank, moment in part.failures)
-        lost = [(part.host, rank) for part in self._parts if part.state == "lost" for rank in part.about.ranks]
-        return list(dict.fromkeys([*((host, rank) for _, host, rank in found), *lost]))
+        lost = [(0.0, part.host, rank) for part in self._parts if part.state == "lost" for rank in part.about.ranks]
+        return list(dict.fromkeys((host, rank) for _, host, rank in (*found, *lost)))
 
     @property
     def has_ended(self) -> bool:
@@ -248,15 +248,13 @@ class Run(ShownAsTable):
         with left_running(self.id[:8]), self._asker_of_all(until=until + _MOMENT, trouble=trouble) as asker:
             while True:
                 errors = self._look(asker)
-                state = self.state
-                for error in self._losses():  # immediately: ranks on other hosts may wait for those forever
-                    raise error
-                if state not in ("running", "unreachable") and not errors:
+                self._check_lost()  # first: ranks on other hosts may wait for those forever
+                if self.state not in ("running", "unreachable") and not errors:
                     errors += self._fetch(asker, answers)
                     if not errors:
                         return self._conclude([one for some in answers.values() for one in some])
                 if time.monotonic() > until:
-                    why = f"does not respond: {errors[0]}" if errors else f"is still {state}"
+                    why = f"does not respond: {errors[0]}" if errors else f"is still {self.state}"
                     raise TimeoutError(f"run {self.id[:8]} {why}")
                 _check(errors)
                 time.sleep(PACE)
@@ -269,11 +267,10 @@ class Run(ShownAsTable):
         if answers:
             self._conclude([one for some in answers.values() for one in some])
 
-    def _losses(self) -> Iterator[HostLost]:
-        """An error for each host where it is lost, as of the last query."""
+    def _check_lost(self) -> None:
         for part in self._parts:
             if part.state == "lost":
-                yield HostLost(
+                raise HostLost(
                     f"its agent ended, the host was restarted, or the files of run {self.id[:8]} were removed",
                     host=part.host,
                     hint=f"its output until then: skyfab logs {self.id[:8]}",

@@ -172,8 +172,8 @@ def test_a_run_continues_if_its_program_ends_while_the_disk_is_full(
         run = pool.launch(count_until(spot / "enough"))
         wait_for(lambda: "line 5" in lines_of(run))
         fill(small)
-    wait_for_silence(run)
-    time.sleep(2)  # the agent notes in its log, which is on that disk, that the program has ended
+        wait_for_silence(run)
+    time.sleep(2)  # the agent notes in its log that the program has ended
     assert run.status == "running"
     spot.leave("enough")
     wait_for(lambda: run.status == "failed")

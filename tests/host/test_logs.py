@@ -8,6 +8,7 @@ import resource
 import select
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -390,3 +391,15 @@ def test_a_process_that_writes_more_than_its_client_takes_waits(
                 log.drain()
         assert log.stopped
         assert (tmp_path / "0.out").stat().st_size < 64 * 1024 * 1024
+
+
+def test_a_full_disk_does_not_end_an_agent_that_writes_its_own_log() -> None:
+    """It says there that a connection has ended, at any moment."""
+    script = (
+        "from skyfab.host.agent.logs import note; note('the connection has ended'); note('again'); print('goes on')"
+    )
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, text=True, check=True
+        )
+    assert done.stdout == "goes on\n"

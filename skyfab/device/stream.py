@@ -332,10 +332,9 @@ class DeviceStream:
         self.limit = 0
 
     def _raise(self) -> None:
-        """Raises what there is to raise. The device can be used again afterwards, unless it is lost.
+        """Raises a copy of what there is to raise: what is kept must not keep the frames that it was raised in.
 
-        It is a copy: an exception that is kept would keep the frames that it was raised in, and PyTorch's settings with
-        them.
+        The device can be used again afterwards, unless it is lost.
         """
         if self._lost is not None:
             raise copy.copy(self._lost)

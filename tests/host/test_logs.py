@@ -398,7 +398,7 @@ def test_a_full_disk_does_not_end_an_agent_that_writes_its_own_log() -> None:
     script = (
         "from skyfab.host.agent.logs import note; note('the connection has ended'); note('again'); print('goes on')"
     )
-    with open("/dev/full", "w") as full:
+    with Path("/dev/full").open("w") as full:
         done = subprocess.run(
             [sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=full, text=True, check=True
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 import stat
@@ -30,6 +31,7 @@ LARGEST: Final = 1 << 50
 _LONGEST: Final = 4096
 _LATEST: Final = 1 << 90
 _OUTER: Final = re.compile(rb"(?:^|/)\.{0,2}(?:/|\Z)|\0")
+_MISSING: Final = "missing, or a broken link"
 PART: Final = (b".skyfab-", b".part")
 """How the names of incomplete files begin and end. They are never transferred."""
 
@@ -167,6 +169,15 @@ def walk(top: bytes, place: bytes, skipped: list[Skip], keeps: Keeps | None = No
                         folders.append((child.path, path))
 
 
+def why_not_followed(link: bytes, place: bytes) -> str:
+    """Why a link that was found, not named, is left out; empty if its file or folder is taken, or if it is no link."""
+    try:
+        about, inside = os.stat(link), leads_inside(place, os.readlink(link))
+    except OSError as error:
+        return _MISSING if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP) else ""
+    return "a link to a folder outside it" if stat.S_ISDIR(about.st_mode) and not inside else ""
+
+
 def _name(child: os.DirEntry[bytes]) -> bytes:
     return child.name
 
@@ -180,12 +191,12 @@ def _entry(child: os.DirEntry[bytes], path: bytes, base: int, skipped: list[Skip
             link = os.readlink(child.path)
             if leads_inside(path[base:], link):
                 return Entry(path, LINK, link=link)
-            about = os.stat(child.path)
-            if stat.S_ISDIR(about.st_mode):
-                skipped.append((path, "a link to a folder outside it"))
+            if why := why_not_followed(child.path, path[base:]):
+                skipped.append((path, why))
                 return None
+            about = os.stat(child.path)
     except FileNotFoundError:
-        skipped.append((path, "missing, or a broken link"))
+        skipped.append((path, _MISSING))
         return None
     if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
         skipped.append((path, "neither a file nor a folder"))

@@ -9,7 +9,7 @@ import os
 import stat
 from fnmatch import fnmatchcase
 
-from skyfab.files.entries import MOST_ENTRIES, Entry, text, walk
+from skyfab.files.entries import MOST_ENTRIES, Entry, text, walk, why_not_followed
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
 if TYPE_CHECKING:
@@ -181,7 +181,8 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
     seen: set[bytes] = set()
     for pattern in patterns:
         path = os.path.expanduser(pattern)
-        for match in [path] if os.path.lexists(path) else sorted(glob.iglob(path, recursive=True)):
+        is_named = os.path.lexists(path)
+        for match in [path] if is_named else sorted(glob.iglob(path, recursive=True)):
             clean = os.path.normpath(match)
             outside = clean.startswith(b"/") or clean.split(b"/")[0] == b".."
             kept = os.path.basename(clean) if outside else clean
@@ -189,6 +190,9 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
             if not seen.isdisjoint(and_above(clean)) or not os.path.lexists(match):  # glob yields d/ for d/** unseen
                 continue
             seen.add(clean)
+            if not is_named and (why := why_not_followed(match, place)):
+                skipped.append((place, why))
+                continue
             yield from walk(match, place, skipped)
 
 

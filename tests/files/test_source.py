@@ -190,3 +190,36 @@ def test_more_paths_that_a_pattern_may_list(pattern: str, accepted: str, refused
 def test_any_of_several_patterns_may_list_a_path() -> None:
     expects: Any = expected([b"a", b"b/*"])
     assert [expects(path) for path in (b"a/x", b"b/y", b"c", b"b")] == [True, True, False, False]
+
+
+def test_links_that_a_pattern_matches_are_left_out_if_they_lead_nowhere_or_to_folders_elsewhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is named is followed, or is an error."""
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "secret").write_text("x")
+    out = tmp_path / "out"
+    (out / "step2").mkdir(parents=True)
+    (out / "step2" / "model").write_text("x")
+    for name, target in {
+        "latest": "step2",
+        "file": "../elsewhere/secret",
+        "folder": str(tmp_path / "elsewhere"),
+        "gone": "nothing",
+        "loop": "loop",
+    }.items():
+        (out / name).symlink_to(target)
+    monkeypatch.chdir(tmp_path)
+    skipped: list[tuple[bytes, str]] = []
+    listed = {entry.path for entry, _ in matching([b"out/*"], skipped) if entry.kind == FILE}
+    assert listed == {b"out/file", b"out/latest/model", b"out/step2/model"}
+    missing = "missing, or a broken link"
+    assert dict(skipped) == {
+        b"out/folder": "a link to a folder outside it",
+        b"out/gone": missing,
+        b"out/loop": missing,
+    }
+    listed = {entry.path for entry, _ in matching([b"out/folder"], []) if entry.kind == FILE}
+    assert listed == {b"out/folder/secret"}
+    with pytest.raises(FileNotFoundError):
+        list(matching([b"out/gone"], []))

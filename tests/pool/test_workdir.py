@@ -99,17 +99,18 @@ def test_a_pool_beside_another_one_has_a_folder_of_its_own(folder: Path, remote:
             own = sky.function(add)("log", "2") >> second
             assert own.startswith(f"{place}.")
             assert sky.function(add)("link", "3") @ second == [own], "all of its processes work there"
-            kept = {"deep/er": "1", "fixed": "1", "unchanged": "1"}
+            sky.function(add)("fixed", "2") >> second  # as root
+            kept = {"deep/er": "1", "fixed": "12", "unchanged": "1"}
             assert sky.function(look)() >> second == {**kept, "log": "123", "link": "123", "sent": "sent"}
             second.download("log")
             assert (folder / "log").read_text() == "123"
             sky.function(write)("new", "x") >> second
-        assert sky.function(look)() >> first == {**kept, "log": "1", "link": "1"}
+        assert sky.function(look)() >> first == {**kept, "fixed": "1", "log": "1", "link": "1"}
         assert sky.function(here)() >> first == place
     (line,) = [event.text for event in events if isinstance(event, Output)]
     assert line == f"another run uses {place}: this one works in a copy, {own}"
     (files,) = [event for event in events if isinstance(event, FilesWritten)]
-    assert (files.path, files.what) == (own.replace("/root", "~"), "1 file (1 byte): new")
+    assert (files.path, files.what) == (own.replace("/root", "~"), "2 files (3 bytes): new, fixed")
     with sky.Compute(remote[:1], ui="none") as third:
         assert sky.function(here)() >> third == place, "one after another they find what the last one left"
         assert "new" not in sky.function(look)() >> third

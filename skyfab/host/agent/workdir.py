@@ -76,8 +76,8 @@ def enter(folder: str, cache: str, included: str, origin: str = "") -> None:
 def _copy(origin: str, folder: str) -> None:
     """Copies a folder, once: other processes wait until that is done.
 
-    Programs write files in place, so none is shared by a hard link, except those that nobody may write to. On file
-    systems that can, a copy shares its blocks with the original until one of them is written.
+    Programs write files in place, so none is shared by a hard link, except those that this user may not write to. On
+    file systems that can, a copy shares its blocks with the original until one of them is written.
     """
     import shutil
 
@@ -127,7 +127,7 @@ def _copy_file(source: str, target: str) -> None:
         os.symlink(os.readlink(source), target)
     if not stat.S_ISREG(about.st_mode):
         return
-    if not about.st_mode & 0o222:
+    if not about.st_mode & 0o222 and os.geteuid():  # root may write to any file
         with contextlib.suppress(OSError):  # it belongs to another user, or is on another disk
             os.link(source, target)
             return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Final
@@ -95,8 +96,17 @@ class _RemoteIterator(Iterator[Any]):
         """Requests, and the first ids of their values."""
         self._values: deque[Any] = deque()
         self._is_over = False
+        self._reading = threading.Lock()
 
     def __next__(self) -> Any:
+        with SIGNAL_GUARD:
+            SIGNAL_GUARD.acquire(self._reading)  # several threads may read
+            try:
+                return self._next()
+            finally:
+                self._reading.release()
+
+    def _next(self) -> Any:
         while not self._values:
             if self._is_over:
                 raise StopIteration

@@ -6,6 +6,7 @@ import copy
 import gc
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -111,6 +112,17 @@ def test_a_generator_yields_as_the_values_come(device: Any) -> None:
     endless.close()
     assert list(endless) == []
     assert a.tolist() == [1, 1]
+
+
+def _count(number: int) -> Iterator[int]:
+    yield from range(number)
+
+
+def test_several_threads_read_a_generator(device: Any) -> None:
+    values = sky.run_on(device, _count, 2000)
+    with ThreadPoolExecutor(4) as threads:
+        parts = list(threads.map(list, [values] * 4))
+    assert sorted(value for part in parts for value in part) == list(range(2000))
 
 
 def test_values_that_were_asked_for_ahead_are_freed(device: Any) -> None:

@@ -14,7 +14,7 @@ from benchmarks import chart, table
 from benchmarks.arena import Arena
 from benchmarks.facts import Facts
 from benchmarks.result import Result, Skip
-from benchmarks.rows import ROWS, Row
+from benchmarks.rows import ON_REQUEST, ROWS, Row
 from benchmarks.scale import TASTE, Scale
 from skyfab.errors import UsageError
 
@@ -25,7 +25,7 @@ def main(argv: list[str] | None = None) -> int:
     scale = TASTE if options.quick else Scale()
     if options.size:
         scale = replace(scale, size=options.size)
-    rows = [row for row in ROWS if options.only is None or row.name in options.only]
+    rows = [row for row in (*ROWS, *ON_REQUEST) if row.name in options.only] if options.only else list(ROWS)
     try:
         with Arena.open(scale) as arena:
             facts = Facts.of(arena)
@@ -79,7 +79,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _names(text: str) -> list[str]:
     """The names of rows. Raises ArgumentTypeError."""
-    known = [row.name for row in ROWS]
+    known = [row.name for row in (*ROWS, *ON_REQUEST)]
     names = text.split(",")
     for name in names:
         if name not in known:

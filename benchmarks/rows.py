@@ -12,6 +12,7 @@ from benchmarks.cold import Cold
 from benchmarks.containers import Containers
 from benchmarks.dask import Dask
 from benchmarks.device import Device
+from benchmarks.distance import Distance
 from benchmarks.distributed import Distributed
 from benchmarks.doctor import Doctor
 from benchmarks.environment import Environment
@@ -62,3 +63,5 @@ ROWS: tuple[Row, ...] = (
     Dask(),
     Ray(),
 )
+ON_REQUEST: tuple[Row, ...] = (Distance(),)
+"""Rows that are measured only if they are named."""

@@ -61,6 +61,10 @@ class Scale:
     """Of a training step there, which takes long."""
     trained: int = 5
     """Steps of each."""
+    distances: tuple[float, ...] = (0, 1, 20, 70)
+    """Milliseconds that a round trip to a remote device takes longer."""
+    there: str = "inductor"
+    """What hosts do with compiled graphs."""
     files: int = 10_000
     """Files of a folder that is sent."""
     file: int = 512
@@ -102,6 +106,8 @@ TASTE = Scale(
     device=1,
     trainings=1,
     trained=2,
+    distances=(0, 5),
+    there="eager",
     broadcasts=3,
     items=100,
     files=50,

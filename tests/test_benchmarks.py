@@ -19,7 +19,7 @@ from benchmarks.arena import Arena
 from benchmarks.facts import Facts
 from benchmarks.memory import Peak
 from benchmarks.result import Bar, Result, Skip
-from benchmarks.rows import ROWS, Row
+from benchmarks.rows import ON_REQUEST, ROWS, Row
 from benchmarks.sample import Sample, alternate
 from benchmarks.scale import TASTE
 from skyfab.lab import Lab
@@ -189,7 +189,7 @@ def test_a_row_that_breaks_does_not_stop_the_others(capsys: pytest.CaptureFixtur
 
 
 def test_names_of_rows_differ() -> None:
-    assert len({row.name for row in ROWS}) == len(ROWS)
+    assert len({row.name for row in (*ROWS, *ON_REQUEST)}) == len(ROWS) + len(ON_REQUEST)
 
 
 def test_only_takes_the_name_of_a_row(capsys: pytest.CaptureFixture[str]) -> None:
@@ -235,7 +235,10 @@ QUICK = ("warm", "map", "output")
 @pytest.mark.timeout(300)  # DDP starts a dozen processes that import torch
 @pytest.mark.parametrize(
     "row",
-    [pytest.param(row, marks=[] if row.name in QUICK else pytest.mark.soak, id=row.name) for row in ROWS],
+    [
+        pytest.param(row, marks=[] if row.name in QUICK else pytest.mark.soak, id=row.name)
+        for row in (*ROWS, *ON_REQUEST)
+    ],
 )
 def test_a_taste_of_every_row(row: Row, lent_lab: Lab) -> None:
     try:

@@ -23,6 +23,7 @@ def apply() -> None:
     inductor.apply_options = _with_own_option(inductor.apply_options)
     inductor.__eq__ = _equal_own_option(inductor.__eq__)
     inductor.__call__ = _chosen(inductor.__call__)
+    torch.compile = _with_mode(torch.compile)
     if "torch._dynamo" in sys.modules:  # something was compiled before the device was opened
         _prepare()
 
@@ -46,6 +47,20 @@ def _prepare() -> None:
 
     register_backend(graph_backend.backend, name=TYPE)
     OptimizerVariable._set_capturable = _capturable(OptimizerVariable._set_capturable)
+
+
+def _with_mode(original: Any) -> Any:
+    """A mode stands for options of Inductor, and PyTorch takes one or the other: "there" may be given with a mode."""
+
+    @functools.wraps(original)
+    def compiled(*args: Any, mode: Any = None, options: Any = None, **kwargs: Any) -> Any:
+        if mode is not None and options and set(options) == {"there"}:
+            from torch._inductor import list_mode_options
+
+            mode, options = None, {**list_mode_options(mode), **options}
+        return original(*args, mode=mode, options=options, **kwargs)
+
+    return compiled
 
 
 def _with_own_option(original: Any) -> Any:

@@ -5,7 +5,9 @@ Most graphs are executed as they are on the host, which takes no time to compile
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -434,13 +436,90 @@ def test_backward_twice(device: Any) -> None:
     assert x.grad.tolist() == [4, 4]
 
 
+@contextlib.contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """What a logger of PyTorch, and those below it, say meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
 def test_more_recompiles_than_the_limit(device: Any, graphs: list[Any]) -> None:
     compiled = torch.compile(lambda x, word: x * len(word), options=EAGER)
     x = torch.ones(2, device=device)
-    with torch._dynamo.config.patch(recompile_limit=2):
+    with torch._dynamo.config.patch(recompile_limit=2), logged("torch._dynamo") as lines:
         for word in ("a", "bb", "ccc", "dddd"):
             assert compiled(x, word).tolist() == [len(word)] * 2
     assert len(graphs) == 2
+    assert sum("recompile_limit" in line for line in lines) == 1  # PyTorch says so, once
+
+
+@contextlib.contextmanager
+def limited(device: Any, number: int) -> Iterator[None]:
+    """The host's Dynamo compiles the same code at most so often."""
+
+    def limit(number: int) -> int:
+        from torch._dynamo import config
+
+        before, config.recompile_limit = config.recompile_limit, number
+        return int(before)
+
+    before = sky.run_on(device, limit, number)
+    try:
+        yield
+    finally:
+        sky.run_on(device, limit, before)
+
+
+def test_more_graphs_than_recompiles_there(device: Any, notices: list[str]) -> None:
+    """The host's limit is that of one graph: a program may have more of them."""
+    with limited(device, 2):
+        for number in range(4):
+            assert torch.compile(lambda x, by=number: x * by + 1)(torch.ones(1, device=device)).tolist() == [number + 1]
+    assert not notices
+
+
+def test_more_sizes_than_recompiles_there(device: Any, notices: list[str]) -> None:
+    """The graph is executed uncompiled from then on."""
+    compiled = torch.compile(lambda x: x.exp().sum(0), dynamic=True)
+    with limited(device, 1):
+        for rows in (2, 3, 5):
+            x = torch.ones(rows, 2)
+            close([compiled(x.to(device))], [x.exp().sum(0)])
+    (notice,) = notices
+    assert "its sizes vary too much" in notice
+
+
+def test_a_model_that_gets_another_layer(device: Any, graphs: list[Any]) -> None:
+    """Layers, sizes of parameters, and what is trained may change between steps."""
+    model, x = made("mlp")
+    there = copy.deepcopy(model).to(device)
+    compiled = torch.compile(there, options=EAGER)
+
+    def larger(model: Any) -> None:
+        torch.manual_seed(1)
+        where = model.layers[0].weight.device
+        model.layers[3] = nn.Linear(16, 7).to(where)
+        model.layers.append(nn.Tanh())
+
+    def frozen(model: Any) -> None:
+        model.layers[0].requires_grad_(False)
+
+    for change in (lambda model: None, larger, frozen):
+        results = []
+        for each, call, where in ((model, model, "cpu"), (there, compiled, device)):
+            change(each)
+            each.zero_grad()
+            loss = call(x.to(where))
+            loss.backward()
+            results.append([loss, *(p.grad for p in each.parameters() if p.grad is not None)])
+        close(results[1], results[0])
+    assert len(graphs) == 3
 
 
 def test_a_model_that_changes(device: Any, graphs: list[Any]) -> None:
@@ -494,6 +573,36 @@ def test_what_inductor_cannot_compile_runs_uncompiled(device: Any, notices: list
     assert __file__ in notices[0]
 
 
+def broken(kind: str) -> None:
+    """Inductor on the host raises this from now on."""
+    from torch._inductor import compile_fx, exc
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise exc.TritonMissing(None) if kind == "triton" else RuntimeError("no lowering of this\nand more")
+
+    compile_fx.whole = getattr(compile_fx, "whole", compile_fx.compile_fx)
+    compile_fx.compile_fx = fail if kind else compile_fx.whole
+
+
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [("triton", "the host's Python needs the package triton"), ("other", "RuntimeError: no lowering of this (at")],
+)
+def test_what_inductor_says_is_passed_on_once(device: Any, notices: list[str], kind: str, text: str) -> None:
+    sky.run_on(device, broken, kind)
+    try:
+        for number in (1, 2):
+            compiled = torch.compile(lambda x, by=number: (x * by).exp())
+            x = torch.ones(2, device=device, requires_grad=True)
+            compiled(x).sum().backward()
+            close([x.grad], [number * torch.full((2,), float(number)).exp()])
+    finally:
+        sky.run_on(device, broken, "")
+    (notice,) = notices
+    assert notice.startswith("Inductor cannot compile a graph there, which is executed uncompiled: ")
+    assert text in notice
+
+
 def test_options_are_passed_on(device: Any) -> None:
     torch.compile(lambda x: x + 1, options={**EAGER, "fallback_random": True})(torch.ones(2, device=device))
 
@@ -514,6 +623,19 @@ def test_a_mode_is_one_of_inductors(device: Any, backend: str, monkeypatch: pyte
     assert torch.compile(lambda x: x + 2, backend=backend, mode=mode)(torch.ones(1, device=device)).tolist() == [3]
     ((_, options),) = found
     assert options["max_autotune"] is True
+
+
+@pytest.mark.parametrize("options", [{}, {"options": EAGER}])
+def test_cuda_graphs_are_asked_for_there(device: Any, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mode may be given together with the option of remote devices."""
+    found: list[Any] = []
+    monkeypatch.setattr(graph_backend, "compile_graph", lambda *args: found.append(args) or args[0].forward)
+    compiled = torch.compile(lambda x: x + 4, mode="reduce-overhead", **options)
+    assert compiled(torch.ones(1, device=device)).tolist() == [5]
+    ((_, given),) = found
+    assert given == {"triton.cudagraphs": True, "there": "eager" if options else "inductor"}
+    with pytest.raises(RuntimeError, match="Either mode or options"):
+        torch.compile(lambda x: x, mode="reduce-overhead", options={**EAGER, "fallback_random": True})
 
 
 @pytest.mark.slow
@@ -538,3 +660,28 @@ def test_invalid_options(device: Any) -> None:
         torch.compile(lambda x: torch._dynamo.graph_break() or x, fullgraph=True, options=EAGER)(x)
     with pytest.raises(RuntimeError, match="no_such_mode"):
         torch.compile(lambda x: x + 3, mode="no_such_mode")(x)
+
+
+def compiled_there() -> dict[str, int]:
+    """How many graphs Inductor has compiled on the host, and how many it has found in its cache."""
+    from torch._dynamo.utils import counters
+
+    caches = (("inductor", "fxgraph_cache"), ("aot_autograd", "autograd_cache"))
+    return {how: sum(counters[part][f"{cache}_{how}"] for part, cache in caches) for how in ("hit", "miss")}
+
+
+@pytest.mark.slow
+def test_later_programs_find_what_was_compiled(lent_lab: Any) -> None:
+    """Inductor's cache on the host has it: it does not compile the same graph again."""
+    host = next(iter(sky.Inventory.of(lent_lab.inventory).hosts.values()))
+    cache = lent_lab.hosts[0].run(["mktemp", "-d"]).stdout.strip()
+    found = []
+    for _ in range(2):
+        torch._dynamo.reset()
+        with sky.Compute([host], ui="none", env={"TORCHINDUCTOR_CACHE_DIR": cache}) as compute:
+            device = compute.device("cpu")
+            compare("mlp", device)
+            found.append(sky.run_on(device, compiled_there))
+    assert found[0]["miss"] > 0
+    assert found[1]["hit"] > 0
+    assert found[1]["miss"] == 0

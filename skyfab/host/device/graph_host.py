@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
+import linecache
 from collections.abc import Callable, Collection, Mapping, Sequence
+from types import MethodType
 from typing import Any, Final
 
 import torch
 
+_new_number: Final = itertools.count(1).__next__
 _HINTS: Final = {
     "InvalidCxxCompiler": ": the host needs a C++ compiler, such as g++",
     "TritonMissing": ": the host's Python needs the package triton",
@@ -43,7 +47,7 @@ class HostGraph(torch.nn.Module):  # type: ignore[misc]
         if self.options.pop("there") == "inductor":
             _compiled_at_once()
             dynamic = None if is_dynamic else False
-            self._compiled = torch.compile(graph, fullgraph=True, dynamic=dynamic, options=self.options)
+            self._compiled = torch.compile(graph.function, fullgraph=True, dynamic=dynamic, options=self.options)
 
     def forward(self, *args: Any) -> Any:
         args = tuple(arg.cpu() if at in self._on_cpu else arg for at, arg in enumerate(args))
@@ -75,19 +79,22 @@ def _scalars_in_graphs() -> Any:
 
 
 def _is_of_compiler(error: Exception) -> bool:
-    from torch._dynamo.exc import TorchDynamoException
+    from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
     from torch._inductor.exc import InductorError
 
-    return isinstance(error, TorchDynamoException | InductorError)
+    return isinstance(error, TorchDynamoException | InductorError | FailOnRecompileLimitHit)
 
 
 def _explain(error: BaseException) -> str:
-    inner = error
-    while (cause := getattr(inner, "inner_exception", None) or inner.__cause__) is not None:
+    inner, hint = error, ""
+    while True:
+        hint = hint or _HINTS.get(type(inner).__name__, "")
+        cause = getattr(inner, "inner_exception", None) or inner.__cause__
+        if cause is None:
+            break
         inner = cause
-    kind = type(inner).__name__
     lines = [line for line in str(inner).splitlines() if line.strip()]
-    text = f"{kind}: {lines[0].strip() if lines else ''}{_HINTS.get(kind, '')}"
+    text = f"{type(inner).__name__}: {lines[0].strip() if lines else ''}{hint}"
     return f"Inductor cannot compile a graph there, which is executed uncompiled: {text[:500]}"
 
 
@@ -100,9 +107,12 @@ class Part(torch.nn.Module):  # type: ignore[misc]
         for name, value in attributes.items():
             setattr(self, name, value)
         found = dict(scope)
-        exec(compile(source, "<graph of torch.compile>", "exec"), found)
-        self._forward = found["forward"]
+        name = f"<graph {_new_number()} of torch.compile>"
+        linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # else Dynamo wraps it
+        exec(compile(source, name, "exec"), found)
+        self.function = MethodType(found["forward"], self)
+        """Its code is its own: Dynamo limits how often the same code is compiled."""
         self.has_scalars = ".item()" in source
 
     def forward(self, *args: Any) -> Sequence[Any]:
-        return self._forward(self, *args)  # type: ignore[no-any-return]
+        return self.function(*args)  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ import torch
 from torch.utils import backend_registration
 
 from skyfab._util.signals import SIGNAL_GUARD
-from skyfab.device import autocast, composite_ops, manual_kernels, patches, torch_compile, torch_sky
+from skyfab.device import autocast, composite_ops, manual_kernels, patches, sparse, torch_compile, torch_sky
 from skyfab.device.kernels import make_kernel
 from skyfab.device.tensors import TYPE
 from skyfab.errors import UsageError
@@ -122,6 +122,7 @@ def register() -> None:
         library.impl(operator, make_kernel(op), "PrivateUse1")
     for operator, kernel in composite_ops.differentiable().items():
         library.impl(operator, kernel, "AutogradPrivateUse1")
+    sparse.register(library)
     _libraries.extend(autocast.register())
     patches.apply()
     torch_compile.apply()

@@ -140,10 +140,10 @@ class CastLinear(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         x, weight = ctx.saved_tensors
-        name = str(ctx.dtype).removeprefix("torch.")
-        with torch.no_grad():
-            found = _linear_gradients("cast_linear_backward", x, grad, weight, ctx.needs_input_grad[:3], name)
-        return (*_only_once(found, "linear with autocast"), None)
+        name, wanted = str(ctx.dtype).removeprefix("torch."), ctx.needs_input_grad[:3]
+        if torch.is_grad_enabled():  # create_graph: operator by operator, so that they can be differentiated again
+            return (*composite_host.cast_linear_backward((x, grad, weight), wanted, name), None)
+        return (*_linear_gradients("cast_linear_backward", x, grad, weight, wanted, name), None)
 
 
 def _composite(op: Any) -> Callable[..., Any]:
@@ -153,7 +153,7 @@ def _composite(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         found: list[torch.Tensor] = []
         spec = (name, composite_host.template((args, kwargs), found))
-        if not all(map(is_plain, found)):  # torch.compile is tracing
+        if not all(map(is_plain, found)) or _only_math(op):  # torch.compile is tracing, or the program asks for it
             return _like_devices(op, op.decompose(*args, **kwargs))
         device = next(tensor.device for tensor in found if is_remote(tensor))
 
@@ -162,10 +162,18 @@ def _composite(op: Any) -> Callable[..., Any]:
             *results, handle = call("composite", [list(inputs), spec, wanted], outputs, device)
             return results, handle
 
-        result = HostGraph.apply(forward, name.removeprefix("aten::"), *found)
+        result = HostGraph.apply(forward, *found)
         return result if len(op._schema.returns) > 1 else result[0]
 
     return kernel
+
+
+def _only_math(op: Any) -> bool:
+    """Whether the program wants attention by ordinary operators, as for derivatives of its gradient."""
+    cuda = torch.backends.cuda
+    return op is _aten.scaled_dot_product_attention.default and not (
+        cuda.flash_sdp_enabled() or cuda.mem_efficient_sdp_enabled() or cuda.cudnn_sdp_enabled()
+    )
 
 
 def _predict(op: Any, spec: Any, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -190,8 +198,8 @@ class HostGraph(torch.autograd.Function):  # type: ignore[misc]
     """
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], name: str, *inputs: torch.Tensor) -> Any:
-        ctx.wanted, ctx.name = ctx.needs_input_grad[2:], name
+    def forward(ctx: Any, function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+        ctx.wanted = ctx.needs_input_grad[1:]
         ctx.set_materialize_grads(False)
         results, handle = function(inputs, ctx.wanted)
         ctx.save_for_backward(handle, *(t for t, is_wanted in zip(inputs, ctx.wanted, strict=True) if is_wanted))
@@ -200,28 +208,34 @@ class HostGraph(torch.autograd.Function):  # type: ignore[misc]
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         handle, *inputs = ctx.saved_tensors
-        with torch.no_grad():
-            found = _gradients(handle, list(grads), inputs, ctx.wanted)
-        return (None, None, *_only_once(found, ctx.name))
+        find = _differentiable_gradients if torch.is_grad_enabled() else _gradients
+        found = iter(find(handle, list(grads), inputs))
+        return (None, *(next(found) if is_wanted else None for is_wanted in ctx.wanted))
 
 
-def _gradients(handle: torch.Tensor, grads: list[Any], inputs: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
-    """The gradients, from the graph that the host keeps. `inputs` are those for which a gradient is wanted."""
+def _gradients(handle: torch.Tensor, grads: list[Any], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """The gradients of the inputs, from the graph that the host keeps."""
+    is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
+    shapes = tuple((t.shape, t.dtype) for t in inputs)
+    return call("backward", [[handle], grads, is_last], lambda: _like(inputs), handle.device, shapes)
 
+
+def _differentiable_gradients(
+    handle: torch.Tensor, grads: list[Any], inputs: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor]:
+    """The same with ``create_graph=True``: the host keeps the graph of these gradients, too."""
     shapes = tuple((t.shape, t.dtype) for t in inputs)
 
-    def outputs() -> list[torch.Tensor]:
-        return [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in shapes]
+    def forward(given: Sequence[torch.Tensor], wanted: Sequence[bool]) -> Any:
+        new = iter(given[len(inputs) :])
+        arguments = [[handle], [grad if grad is None else next(new) for grad in grads], wanted]
+        outputs = lambda: [*_like(inputs), torch.empty(0, device="meta")]  # noqa: E731
+        *results, again = call("backward_again", arguments, outputs, handle.device, shapes)
+        return results, again
 
-    is_last = not torch._C._autograd._get_current_graph_task_keep_graph()
-    found = iter(call("backward", [[handle], grads, is_last], outputs, handle.device, shapes))
-    return [next(found) if is_wanted else None for is_wanted in wanted]
-
-
-def _only_once(grads: Sequence[torch.Tensor | None], name: str) -> Sequence[torch.Tensor | None]:
-    """The gradients; differentiating them again raises an error, where constants would give wrong numbers."""
-    if not torch.is_grad_enabled():
-        return grads
-    fail = torch._C._functions.DelayedError(f"{name} on a remote device has no second derivatives".encode(), len(grads))
-    found: Sequence[torch.Tensor | None] = fail(*(t if t is None else t.detach().requires_grad_() for t in grads))
+    found: Sequence[torch.Tensor] = HostGraph.apply(forward, *inputs, *(grad for grad in grads if grad is not None))
     return found
+
+
+def _like(inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [torch.empty(t.shape, dtype=t.dtype, device="meta") for t in inputs]

@@ -177,7 +177,7 @@ class _RemoteGraph:
             found[at] = found[at].detach()
         for at in reversed(self._numbers):
             del found[at]
-        results = remote_functions.call_module(self._known, key, spec, found, self._device, "a compiled graph")
+        results = remote_functions.call_module(self._known, key, spec, found, self._device)
         if self._about.written:
             torch.autograd.graph.increment_version([given[at] for at in self._about.written])
         return [self._result(result, like) for result, like in zip(results, self._about.results, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Final
@@ -29,10 +30,10 @@ def kernels() -> dict[str, Callable[..., Any]]:
     return {
         "as_strided": _as_strided,
         "_reshape_alias": _as_strided,
-        "view": _like_cpu(_aten.view.default),
-        "unfold": _like_cpu(_aten.unfold.default),
-        "view_as_real": _like_cpu(_aten.view_as_real.default),
-        "view_as_complex": _like_cpu(_aten.view_as_complex.default),
+        "view": like_cpu(_aten.view.default),
+        "unfold": like_cpu(_aten.unfold.default),
+        "view_as_real": like_cpu(_aten.view_as_real.default),
+        "view_as_complex": like_cpu(_aten.view_as_complex.default),
         "empty.memory_format": _empty,
         "empty_strided": _empty_strided,
         "copy_": _copy,
@@ -44,26 +45,36 @@ def kernels() -> dict[str, Callable[..., Any]]:
         # PyTorch asks before it makes a nested one
         "_nested_tensor_from_mask_left_aligned": lambda padded, mask: False,
         "_local_scalar_dense": _item,
+        "_embedding_bag_backward": _bag_gradient,
         "histc": _histc,
         "resize_": _resize,
-        "set_.source_Storage_storage_offset": _like_cpu(_aten.set_.source_Storage_storage_offset),
-        "set_.source_Tensor": _like_cpu(_aten.set_.source_Tensor),
-        "set_.source_Storage": _like_cpu(_aten.set_.source_Storage),
+        "set_.source_Storage_storage_offset": like_cpu(_aten.set_.source_Storage_storage_offset),
+        "set_.source_Tensor": like_cpu(_aten.set_.source_Tensor),
+        "set_.source_Storage": like_cpu(_aten.set_.source_Storage),
     }
 
 
-def _like_cpu(op: Any) -> Callable[..., Any]:
+def like_cpu(op: Any, key: Any = torch._C.DispatchKey.CPU) -> Callable[..., Any]:
     """PyTorch's kernel for the CPU, for operators that change only what a tensor says about its memory."""
     call = op._handle.redispatch_boxed
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+    keys = torch._C.DispatchKeySet(key)
     return lambda *args, **kwargs: call(keys, *args, **kwargs)
 
 
 # ---- memory and views
 
 
+class _Unnamed(threading.local):
+    """The index of the device that PyTorch means where it names none, as for parts of sparse tensors."""
+
+    index = 0
+
+
+unnamed: Final = _Unnamed()
+
+
 def _stream(device: torch.device | None) -> DeviceStream:
-    return tensors.streams[0 if device is None else device.index or 0]
+    return tensors.streams[unnamed.index if device is None or device.index is None else device.index]
 
 
 def _empty(
@@ -100,7 +111,7 @@ def _empty_strided(
 
 
 def _as_strided(self: torch.Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
-    """Half the time of `_like_cpu`, which converts the numbers twice."""
+    """Half the time of `like_cpu`, which converts the numbers twice."""
     result = self.detach()
     result.as_strided_(size, stride, self.storage_offset() if storage_offset is None else storage_offset)
     return result
@@ -284,3 +295,15 @@ def _histc(self: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) 
     if stream_of(self).device == "cpu" and not self.is_floating_point():
         return _histc_kernel(self.double(), bins, min, max).to(self.dtype)
     return _histc_kernel(self, bins, min, max)
+
+
+_dense_bag_gradient: Final = make_kernel(_aten._embedding_bag_backward.default)
+_sparse_bag_gradient: Final = like_cpu(_aten._embedding_bag_backward.default)
+_IS_SPARSE: Final = 9
+"""The index of that argument."""
+
+
+def _bag_gradient(*args: Any) -> torch.Tensor:
+    """A sparse gradient is made of dense tensors here: a plan has dense results."""
+    found: torch.Tensor = (_sparse_bag_gradient if args[_IS_SPARSE] else _dense_bag_gradient)(*args)
+    return found

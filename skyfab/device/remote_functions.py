@@ -57,6 +57,8 @@ def pack(stream: DeviceStream, value: Any, refused: Collection[DeviceStream]) ->
             raise UsageError(
                 "a function on a device does not take conjugated or negated views", hint="clone the tensor"
             )
+        if item.is_sparse:
+            raise UsageError("a function on a device does not take sparse tensors", hint="pass indices and values")
         ident = operand(item.detach())[1]
         return entry.tensor, (stream.device, ident, item.requires_grad, isinstance(item, torch.nn.Parameter))
 
@@ -188,9 +190,7 @@ def autocast_dtype() -> str:
     return str(torch.get_autocast_dtype(tensors.TYPE)).removeprefix("torch.")
 
 
-def call_module(
-    known: dict[Any, Any], key: Any, spec: Any, found: Sequence[torch.Tensor], device: torch.device, name: str
-) -> Any:
+def call_module(known: dict[Any, Any], key: Any, spec: Any, found: Sequence[torch.Tensor], device: torch.device) -> Any:
     """Calls a module that the host has (composite_host.py) with these tensors. Returns what it returns.
 
     `known` has for each kind of call, by its key: the bases of its results and the handle as meta tensors, the base of
@@ -212,7 +212,7 @@ def call_module(
         locations = known[key][1]
         return [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in locations], handle
 
-    results = composite_ops.HostGraph.apply(call, name, *found)
+    results = composite_ops.HostGraph.apply(call, *found)
     return composite_host.fill_in(known[key][2], results)
 
 
@@ -238,7 +238,7 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         names = tuple(tuple(name for _, name in places) for _, places in own)
         spec = (self._on_host(device, names), len(own), template, autocast_dtype())
         key = (device.index, spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in found))
-        return call_module(self._known, key, spec, found, device, "sky.remote")
+        return call_module(self._known, key, spec, found, device)
 
     def _on_host(self, device: torch.device, names: tuple[Any, ...]) -> str:
         """Sends the module without its tensors, unless the host has it as it is now. Returns its digest.

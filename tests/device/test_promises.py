@@ -109,22 +109,12 @@ def csr(**options: Any) -> Any:
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
-    "sparse, to": lambda device: torch.eye(3).to_sparse().to(device),
     "sparse CSR, to": lambda device: torch.eye(3).to_sparse_csr().to(device),
-    "sparse, empty": lambda device: torch.empty(3, layout=torch.sparse_coo, device=device),
     "sparse, like": lambda device: torch.zeros_like(torch.ones(3, device=device), layout=torch.sparse_coo),
-    "sparse, made": lambda device: torch.sparse_coo_tensor([[0]], [1.0], (2,), device=device),
     "sparse CSR, made": lambda device: csr(device=device),
     "sparse CSR, multiplied": lambda device: csr(device=device) @ torch.ones(1, 1, device=device),
     "sparse, there": lambda device: torch.eye(3, device=device).to_sparse(),
     "sparse, multiplied": lambda device: torch.eye(3).to_sparse() @ torch.eye(3, device=device),
-    "sparse, gradient": lambda device: (
-        nn.functional.embedding(
-            torch.tensor([0], device=device), torch.ones(2, 2, device=device, requires_grad=True), sparse=True
-        )
-        .sum()
-        .backward()
-    ),
     "nested": lambda device: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device=device),
     "quantized, to": lambda device: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8).to(device),
     "quantized, there": lambda device: torch.quantize_per_tensor(torch.ones(3, device=device), 0.1, 0, torch.quint8),

@@ -366,14 +366,3 @@ def test_memory(device: Any) -> None:
     del big
     assert sky.memory(device)["allocated"] == before["allocated"]
     sky.synchronize()
-
-
-def test_second_derivatives_of_a_remote_module_are_refused(device: Any) -> None:
-    """The first ones are right, also where a graph of them is asked for."""
-    module = nn.Sequential(nn.Linear(3, 3), nn.Tanh()).to(device)
-    x = torch.randn(2, 3).to(device).requires_grad_()
-    (expected,) = torch.autograd.grad(module(x).sum(), x)
-    (found,) = torch.autograd.grad(sky.remote(module)(x).sum(), x, create_graph=True)
-    torch.testing.assert_close(found.detach().cpu(), expected.cpu())
-    with pytest.raises(RuntimeError, match="no second derivatives"):
-        (found.pow(2).sum() + x.sum()).backward()

@@ -41,30 +41,57 @@ def _with_graph(function: Callable[..., Any], tensors: Tensors, wanted: Sequence
         ]
         outputs = function(*inputs)
         outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
+    return (*(output.detach() for output in outputs), _handle(outputs, inputs, wanted))
+
+
+def _handle(outputs: Sequence[torch.Tensor], inputs: Tensors, wanted: Sequence[bool]) -> torch.Tensor:
     handle = torch.empty(0)
     handle.graph = (outputs, [tensor for tensor, is_wanted in zip(inputs, wanted, strict=True) if is_wanted])
-    return (*(output.detach() for output in outputs), handle)
+    return handle
 
 
 def backward(handles: Sequence[torch.Tensor], grads: Tensors, is_last: bool) -> Tensors:
     """The gradients of the inputs for which they were wanted, in order. The last backward frees what it needs."""
     outputs, inputs = handles[0].graph
-    pairs = zip(outputs, grads, strict=True)
-    used = [(output, grad) for output, grad in pairs if grad is not None and output.requires_grad]
+    return _gradients(outputs, inputs, grads, retain_graph=not is_last or hasattr(handles[0], "shared"))
+
+
+def backward_again(handles: Sequence[torch.Tensor], grads: Tensors, wanted: Sequence[bool]) -> Tensors:
+    """The same, and a handle for the derivatives of these gradients, by the inputs and by `grads`."""
+    outputs, inputs = handles[0].graph
+    new = [None if grad is None else grad.detach().requires_grad_() for grad in grads]
+    found = _gradients(outputs, inputs, new, create_graph=True)
+    handle = _handle(found, [*inputs, *(grad for grad in new if grad is not None)], wanted)
+    handles[0].shared = handle.shared = True  # they have nodes in common, which end with both
+    return (*(grad.detach() for grad in found), handle)
+
+
+def _gradients(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], grads: Tensors, **options: bool
+) -> tuple[torch.Tensor, ...]:
+    both = zip(outputs, grads, strict=True)
+    used = [(output, grad) for output, grad in both if grad is not None and output.requires_grad]
     if not used:
         return tuple(map(torch.zeros_like, inputs))
     with torch.enable_grad():
         found = torch.autograd.grad(
-            [output for output, _ in used],
-            inputs,
-            [grad for _, grad in used],
-            retain_graph=not is_last,
-            allow_unused=True,
+            [output for output, _ in used], inputs, [grad for _, grad in used], allow_unused=True, **options
         )
-    return tuple(
-        (torch.zeros_like(tensor) if grad is None else grad.contiguous())
-        for grad, tensor in zip(found, inputs, strict=True)
-    )
+        dense = [
+            torch.zeros_like(t) if grad is None else grad.contiguous() for grad, t in zip(found, inputs, strict=True)
+        ]
+        return _apart(dense, grads)
+
+
+def _apart(found: Sequence[torch.Tensor], others: Tensors) -> tuple[torch.Tensor, ...]:
+    """The gradients, none of which shares memory with another one: each is a tensor of its own for the client."""
+    memories = {tensor.untyped_storage().data_ptr() for tensor in others if tensor is not None}
+    results = []
+    for tensor in found:
+        count = len(memories)
+        memories.add(tensor.untyped_storage().data_ptr())
+        results.append(tensor if len(memories) > count else tensor.clone())
+    return tuple(results)
 
 
 def template(value: Any, into: list[torch.Tensor], *, is_argument: bool = True) -> Any:
@@ -72,6 +99,9 @@ def template(value: Any, into: list[torch.Tensor], *, is_argument: bool = True) 
     if isinstance(value, torch.Tensor):
         if is_argument and value.dim() == 1 and value.device.type == "cpu":
             return ("numbers", (value.dtype, tuple(value.tolist())))  # as the sizes of batches in a packed sequence
+        if value.layout is torch.sparse_coo:
+            parts = {"indices": value._indices(), "values": value._values()}
+            return ("sparse", (template(parts, into), tuple(value.shape), value.is_coalesced()))
         into.append(value)
         return ("tensor", len(into) - 1)
     if isinstance(value, dict):
@@ -89,6 +119,10 @@ def fill_in(made: Any, tensors: Sequence[Any]) -> Any:
         return tensors[value]
     if kind == "numbers":
         return torch.tensor(value[1], dtype=value[0])
+    if kind == "sparse":
+        parts, size, is_coalesced = value
+        options = {"size": size, "is_coalesced": is_coalesced, "check_invariants": False}
+        return torch.sparse_coo_tensor(**fill_in(parts, tensors), **options)
     if kind == "dict":
         return {key: fill_in(item, tensors) for key, item in value}
     if kind in ("list", "tuple"):
@@ -111,6 +145,17 @@ def composite(tensors: Tensors, spec: Any, wanted: Sequence[bool]) -> Tensors:
         return op(*args, **kwargs)
 
     return _with_graph(function, tensors, wanted)
+
+
+def sparse(tensors: Tensors, spec: Any) -> Any:
+    """The same for sparse tensors. A sparse result is returned as its parts."""
+    name, arguments = spec
+    args, kwargs = fill_in(arguments, tensors)
+    found = operator(name)(*args, **kwargs)
+    if not isinstance(found, torch.Tensor) or found.layout is not torch.sparse_coo:
+        return found
+    parts = {"indices": found._indices(), "values": found._values()}
+    return {**parts, "size": tuple(found.shape), "is_coalesced": found.is_coalesced()}
 
 
 def cast_linear(tensors: Tensors, dtype: str) -> Tensors:
@@ -242,7 +287,9 @@ FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "sky::cast_linear": cast_linear,
     "sky::cast_linear_backward": cast_linear_backward,
     "sky::composite": composite,
+    "sky::sparse": sparse,
     "sky::module": module,
     "sky::module_first": module_first,
     "sky::backward": backward,
+    "sky::backward_again": backward_again,
 }

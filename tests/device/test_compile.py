@@ -476,6 +476,7 @@ def limited(device: Any, number: int) -> Iterator[None]:
         sky.run_on(device, limit, before)
 
 
+@pytest.mark.slow
 def test_more_graphs_than_recompiles_there(device: Any, notices: list[str]) -> None:
     """The host's limit is that of one graph: a program may have more of them."""
     with limited(device, 2):

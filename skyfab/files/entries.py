@@ -170,7 +170,7 @@ def walk(top: bytes, place: bytes, skipped: list[Skip], keeps: Keeps | None = No
 
 
 def why_not_followed(link: bytes, place: bytes) -> str:
-    """Why a link that was found, not named, is left out; empty if its file or folder is taken, or if it is no link."""
+    """Why a link that was found, not named, is left out; empty if its target is taken, or if it is not a link."""
     try:
         about, inside = os.stat(link), leads_inside(place, os.readlink(link))
     except OSError as error:

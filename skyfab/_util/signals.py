@@ -112,10 +112,10 @@ class SignalGuard:
         finally:
             self._depth = depth
 
-    def acquire(self, lock: threading.Lock, timeout: float = float("inf")) -> bool:
+    def acquire(self, lock: Any, timeout: float = float("inf")) -> bool:
         """Waits for a lock inside a block. The main thread handles signals meanwhile."""
         if threading.get_ident() != MAIN:
-            return lock.acquire(True, -1 if timeout == float("inf") else timeout)
+            return bool(lock.acquire(True, -1 if timeout == float("inf") else timeout))
         deadline = time.monotonic() + timeout
         while not self.allow(lock.acquire, True, max(0, min(NAP, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:

@@ -110,10 +110,16 @@ def _is_iterator(annotation: Any) -> bool:
 
 
 def streamed(places: frozenset[int | str], args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-    """The arguments, with iterators at these places as streams. Lists and other containers are sent as they are."""
+    """The arguments, with iterators at these places as streams. Lists and other containers are sent as they are.
+
+    An iterator at two places is one stream.
+    """
+    made: dict[int, Stream[Any]] = {}
 
     def as_stream(place: int | str, value: Any) -> Any:
-        return stream(value) if place in places and isinstance(value, Iterator) else value
+        if place not in places or not isinstance(value, Iterator):
+            return value
+        return made.get(id(value)) or made.setdefault(id(value), stream(value))
 
     return (
         tuple(as_stream(place, value) for place, value in enumerate(args)),

@@ -98,7 +98,7 @@ class _RemoteIterator(Iterator[Any]):
         """Requests, and the first ids of their values."""
         self._values: deque[Any] = deque()
         self._is_over = False
-        self._reading = threading.Lock()
+        self._reading = threading.RLock()  # a signal handler may read it too
 
     def __next__(self) -> Any:
         with SIGNAL_GUARD:

@@ -7,6 +7,7 @@ False. A thread of the executor waits for each call that the pool has, and runs 
 from __future__ import annotations
 
 import itertools
+import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent import futures
 from concurrent.futures import Future
@@ -33,9 +34,12 @@ class PoolExecutor(futures.Executor):
         self._given: dict[Future[Any], Future[Any] | None] = {}
         """The futures of calls that have not ended; with that of the pool, once the pool has the call."""
         self._is_stopped = False
+        self._process = os.getpid()
 
     def submit(self, fn: Callable[..., R], /, *args: Any, **kwargs: Any) -> Future[R]:
         """Calls `fn` on a host: any callable that can be pickled, a ``@sky.function`` with its timeout and retries."""
+        if self._process != os.getpid():
+            raise UsageError("this executor belongs to another process, and only that process can submit to it")
         call, future = as_function(fn)(*args, **kwargs), GuardedFuture()
         with SIGNAL_GUARD:
             self._given[future] = None

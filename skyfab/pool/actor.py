@@ -159,8 +159,8 @@ class Actor:
             return
         if not self._restarts:
             raise self.lost("its process has ended")
-        self._restarts -= 1
         self._spawn()
+        self._restarts -= 1  # not before: if its host is away, none is made
 
     def lost(self, why: str) -> ActorLost:
         hint: str | None = "its state is lost; compute.actor(…, restarts=N) creates the object again"
@@ -252,6 +252,8 @@ class Actor:
         """Sends calls that wait, unless enough are in progress; or all of them."""
         while self._waiting and (everything or self._in_progress < self._most):
             group = self._next_group()
+            if not group:
+                continue
             self._in_progress += 1
             sent = _Group(self, group)
             try:
@@ -276,14 +278,14 @@ class Actor:
         return self._packed(method, self._one, group[0].call)
 
     def _next_group(self) -> list[_Submitted]:
-        """The next calls that are sent in one message."""
+        """The next calls that are sent in one message. From then on, they cannot be cancelled."""
         group = [self._waiting.popleft()]
         method = group[0].method
         seconds = self._seconds.get(method, _WORTH)
         most = min(self._together, int(_WORTH / max(seconds, 1e-6)))
         while len(group) < most and self._waiting and self._waiting[0].method == method:
             group.append(self._waiting.popleft())
-        return group
+        return [one for one in group if one.future.start()]
 
     def answered(self, method: str, began: float, seconds: float | None, count: int) -> None:
         """A message has a reply. `seconds` is how long its calls took; None if the reply does not say."""

@@ -6,7 +6,7 @@ import os
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
-from concurrent.futures._base import CANCELLED
+from concurrent.futures._base import CANCELLED, PENDING, RUNNING
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
@@ -98,6 +98,13 @@ class CallFuture(GuardedFuture, ShownAsTable):
             if first and on_cancel is not None:
                 on_cancel()
         return True
+
+    def start(self) -> bool:
+        """From now on it cannot be cancelled. Returns False if it was."""
+        with self._condition:
+            if self._state == PENDING:
+                self._state = RUNNING
+            return self._state == RUNNING
 
     def settle(self, result: Any = None, error: BaseException | None = None) -> None:
         """Resolves the future, unless it was cancelled in the meantime."""

@@ -65,6 +65,8 @@ class Conversation:
         self._worker = ""
         self._stream = 0
         self._lock = threading.RLock()
+        self._reading = threading.RLock()
+        """Held while a value is waited for: several threads may read."""
         self._left = 0
         """How many of the values that the call itself asks for have not arrived."""
         self._early: deque[tuple[messages.Message, list[memoryview]]] = deque()
@@ -186,14 +188,18 @@ class Conversation:
         if self.is_parents:
             raise UsageError("this iterator belongs to another process, and only that process can read it")
         with SIGNAL_GUARD:
-            if self.is_cut_off:
-                raise self._cut_off()
-            if self._is_closed:
-                raise StopIteration
-            while not self._values:
-                self._receive()
-            plain, buffers = self._values.popleft()
-            self._ask_ahead()
+            SIGNAL_GUARD.acquire(self._reading)
+            try:
+                if self.is_cut_off:
+                    raise self._cut_off()
+                if self._is_closed:
+                    raise StopIteration
+                while not self._values:
+                    self._receive()
+                plain, buffers = self._values.popleft()
+                self._ask_ahead()
+            finally:
+                self._reading.release()
         message = messages.Result(parts=(), plain=plain)
         label, untrusted = self._call.label, self._untrusted
         return unpack_result(message, buffers, host=self.host, rank=None, label=label, untrusted=untrusted)

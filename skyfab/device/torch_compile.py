@@ -40,12 +40,13 @@ def _preparing(original: Any) -> Any:
 @functools.cache
 def _prepare() -> None:
     """Registers the backend with Dynamo."""
-    from torch._dynamo import register_backend
+    from torch._dynamo import register_backend, trace_rules
     from torch._dynamo.variables.optimizer import OptimizerVariable
 
     from skyfab.device import graph_backend
 
     register_backend(graph_backend.backend, name=TYPE)
+    trace_rules.add("skyfab")  # after a graph break, Dynamo would trace the kernels of operators
     OptimizerVariable._set_capturable = _capturable(OptimizerVariable._set_capturable)
 
 

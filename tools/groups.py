@@ -64,7 +64,11 @@ RESULTS = re.compile(r"^[.FEsxX]+(?:\s+\[ *\d+%\])?$")
 def in_order(paths: Sequence[Path]) -> list[str]:
     """The names of the files, those that take longest first: then all processes end at about the same time."""
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONG)}
-    ordered = sorted(paths, key=lambda path: (places.get(path, len(LONG)), -path.stat().st_size))
+    ordered = sorted(
+        paths,
+        # Those of a remote device follow each other, because they share a pool.
+        key=lambda path: (places.get(path, len(LONG)), path.parent.name != "device", -path.stat().st_size),
+    )
     return [path.relative_to(ROOT).as_posix() for path in ordered]
 
 

@@ -6,6 +6,8 @@ for `./inv mutate`, which runs them hundreds of times.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import multiprocessing
 import os
 import pickle
@@ -18,6 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 import pytest
+from stage import traces
 
 import skyfab as sky
 from skyfab.device.batches import Batch
@@ -31,17 +34,50 @@ torch = pytest.importorskip("torch")
 IN_PROCESS = os.environ.get("SKYFAB_TEST_DEVICE") == "process"
 
 
+_opened: list[tuple[Lab, sky.Compute]] = []
+"""The pool that is open while tests of this folder follow each other: for each, torch is imported on both hosts."""
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> Iterator[None]:
+    """Closes the pool before a test of another folder."""
+    try:
+        yield
+    finally:
+        if _opened and (nextitem is None or nextitem.path.parent != item.path.parent):
+            lab, pool = _opened.pop()
+            hosts = [host for host in lab.hosts if host.kind == "namespace"]
+            with lab:
+                pool.close()
+                left = traces.left([lambda host=host: traces.on(host) for host in hosts])  # type: ignore[misc]
+            assert not left, f"left behind by the tests of devices: {sorted(left)}"
+
+
 @pytest.fixture(scope="module")
-def remote_pool(request: pytest.FixtureRequest) -> Iterator[sky.Compute]:
-    """Two hosts over SSH, open for the whole module."""
+def remote_pool() -> sky.Compute:
+    """Two hosts over SSH, of these tests' own. Other modules use it too: a test that ends a worker has its own pool."""
     if IN_PROCESS:
         pytest.skip("needs hosts")
-    lent_lab: Lab = request.getfixturevalue("lent_lab")
-    inventory = sky.Inventory.of(lent_lab.inventory)
-    with sky.Compute(list(inventory.hosts.values())[:2], ui="none") as compute:
-        for host in compute.hosts:
-            compute.device("cpu", on=host.name)
-        yield compute
+    if not _opened:
+        kind: Any = os.environ.get("SKYFAB_TEST_LAB", "auto")
+        lab = Lab.start(count=2, kind=kind, python=sys.executable)
+        traces.kept.add(str(lab.folder))
+        pool = sky.Compute(inventory=lab.inventory, ui="none")
+        _opened.append((lab, pool))
+        pool.open()
+    _, pool = _opened[0]
+    for host in pool.hosts:
+        pool.device("cpu", on=host.name)
+    gc.collect()
+    with contextlib.suppress(sky.DeviceError):
+        sky.synchronize()  # neither a tensor nor an error of another module is left
+    return pool
+
+
+@pytest.fixture
+def device_lab(remote_pool: sky.Compute) -> Lab:
+    """The hosts of the pool."""
+    return _opened[0][0]
 
 
 def _work(connection: Connection) -> None:

@@ -526,7 +526,7 @@ def test_a_stranger_that_listens_learns_nothing() -> None:
 
 @pytest.mark.slow
 def test_nothing_listens_and_no_key_is_left(
-    linked: tuple[Any, Any], remote_pool: sky.Compute, lent_lab: Lab, monkeypatch: pytest.MonkeyPatch
+    linked: tuple[Any, Any], remote_pool: sky.Compute, device_lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from skyfab.device import p2p_client
 
@@ -546,7 +546,7 @@ def test_nothing_listens_and_no_key_is_left(
     folders = ["/tmp", "/root", "/home", "/run", "/dev/shm", "/var/tmp"]
     for device, host in zip(linked, remote_pool.hosts, strict=True):
         until(functools.partial(lambda device: set(sky.run_on(device, listening)) == {22}, device))
-        found = lent_lab[host.name].run(["grep", "-rslF", "--", key, *folders], check=False)
+        found = device_lab[host.name].run(["grep", "-rslF", "--", key, *folders], check=False)
         assert (found.returncode, found.stdout) == (1, "")
 
 

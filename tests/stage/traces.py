@@ -14,6 +14,9 @@ from pathlib import Path
 
 from skyfab.lab import LabHost
 
+kept: set[str] = set()
+"""Folders of labs whose pool several modules share; processes that have one in their command line are not looked at."""
+
 
 def threads() -> set[str]:
     torch = vars(sys.modules.get("torch.utils._functools", sys))
@@ -51,7 +54,8 @@ def here(home: Path) -> set[str]:
     """Processes of this machine that work for a pool whose cache is below `home`."""
     found = set()
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and int(entry.name) != os.getpid() and str(home) in (words := _words(int(entry.name))):
+        words = _words(int(entry.name)) if entry.name.isdigit() and int(entry.name) != os.getpid() else ""
+        if str(home) in words and not any(folder in words for folder in kept):
             found.add(f"process {entry.name}: {words}")
     return found
 

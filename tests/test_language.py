@@ -65,10 +65,12 @@ def prose(path: Path) -> Iterator[tuple[int, str]]:
 
 def uses(phrases: dict[str, str], paths: list[Path]) -> list[str]:
     """Where phrases occur, and what to write instead."""
+    any_of_them = re.compile("|".join(phrases))
     return [
         f"{path.relative_to(ROOT)}:{number}: {line.strip()[:90]} → {better}"
         for path in paths
         for number, line in prose(path)
+        if any_of_them.search(line)
         for phrase, better in phrases.items()
         if re.search(phrase, line)
     ]

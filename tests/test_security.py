@@ -203,11 +203,13 @@ def test_a_pool_trusts_its_hosts_unless_told_otherwise(open_pool: Callable[..., 
 variables = sky.function(remote.variables)
 
 
-@pytest.mark.parametrize("by", ["local", "openssh", "fabric"])
-def test_values_of_variables_travel_as_they_are(open_pool: Callable[..., sky.Compute], tmp_path: Path, by: str) -> None:
+@pytest.mark.parametrize("transport", ["local", "openssh", "fabric"])
+def test_values_of_variables_travel_as_they_are(
+    open_pool: Callable[..., sky.Compute], tmp_path: Path, transport: str
+) -> None:
     """Those of the pool, of the image and of the inventory, to solo calls and to ranks."""
     pool = open_pool(
-        by, env={"A": HOSTILE}, image=sky.Image(env={"B": HOSTILE + "b"}), host={"env": {"C": HOSTILE + "c"}}
+        transport, env={"A": HOSTILE}, image=sky.Image(env={"B": HOSTILE + "b"}), host={"env": {"C": HOSTILE + "c"}}
     )
     expected = [HOSTILE, HOSTILE + "b", HOSTILE + "c"]
     assert variables("A", "B", "C") >> pool == expected
@@ -229,18 +231,20 @@ def test_a_variable_that_cannot_be_is_refused_at_once(env: Any) -> None:
         sky.Compute("local", env=env)
 
 
-@pytest.mark.parametrize("by", ["local", "openssh", "fabric"])
-def test_a_cache_may_have_any_printable_name(open_pool: Callable[..., sky.Compute], tmp_path: Path, by: str) -> None:
+@pytest.mark.parametrize("transport", ["local", "openssh", "fabric"])
+def test_a_cache_may_have_any_printable_name(
+    open_pool: Callable[..., sky.Compute], tmp_path: Path, transport: str
+) -> None:
     """Also while files of the project, functions and blobs are stored there."""
     folder = '/it\'s "a" $(touch pwned); `id` & *{a,b} !x \\ ü'
-    place = f"{tmp_path}{folder}" if by == "local" else f"~{folder}"
-    pool = open_pool(by, host={"cache": place}, workdir="temp" if by == "local" else "auto")
+    place = f"{tmp_path}{folder}" if transport == "local" else f"~{folder}"
+    pool = open_pool(transport, host={"cache": place}, workdir="temp" if transport == "local" else "auto")
     assert returns(b"x" * 3_000_000) @ pool == [b"x" * 3_000_000]
     found = sky.function(lambda: [str(Path.cwd()), *(str(p) for p in Path.home().glob("pwned"))])() >> pool
     assert len(found) == 1
-    assert f"{folder}/{'run' if by == 'local' else 'files'}/" in found[0]
+    assert f"{folder}/{'run' if transport == 'local' else 'files'}/" in found[0]
     pool.close()
-    if by == "local":
+    if transport == "local":
         assert [entry.name for entry in tmp_path.iterdir()] == [folder[1:]]
 
 

@@ -345,12 +345,12 @@ def small_disk(namespaces: Lab) -> Iterator[str]:
     host.run(["rmdir", place])
 
 
-@pytest.mark.parametrize("by", ["fabric", "openssh"])
+@pytest.mark.parametrize("transport", ["fabric", "openssh"])
 def test_a_disk_without_room_fails_the_call_and_the_pool_goes_on(
-    small_disk: str, open_pool: Callable[..., sky.Compute], by: str
+    small_disk: str, open_pool: Callable[..., sky.Compute], transport: str
 ) -> None:
     alone = sky.Image(excludes=("*",))
-    pool = open_pool(by, ranks=2, host={"cache": f"{small_disk}/cache"}, image=alone)
+    pool = open_pool(transport, ranks=2, host={"cache": f"{small_disk}/cache"}, image=alone)
     size = sky.function(len)
     large, small = pool.put(random(16 * MB)), pool.put(random(MB))
     for _ in range(2):

@@ -157,7 +157,9 @@ def test_the_same_numbers(device: Any, case: str, graphs: list[Any], notices: li
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", ["mlp", *(pytest.param(case, marks=pytest.mark.soak) for case in CASES if case != "mlp")]
+)
 def test_the_same_numbers_with_inductor(device: Any, case: str, graphs: list[Any], notices: list[str]) -> None:
     compare(case, device)
     assert len(graphs) == 1
@@ -211,6 +213,7 @@ def test_compiled_optimizers(device: Any, name: str, graphs: list[Any], notices:
     assert not notices
 
 
+@pytest.mark.slow
 def test_a_whole_step(device: Any, graphs: list[Any]) -> None:
     model, x = made("mlp")
     results = []

@@ -329,7 +329,15 @@ REFUSED = {
 }
 """What transformers itself refuses, on the CPU too."""
 DEFAULT_TIER = ("LlamaForCausalLM", "BertForMaskedLM", "ResNetForImageClassification")
-"""The others are in the slow tier."""
+"""The others are in the slow tier, or in the soak."""
+ALIKE = (
+    *("GPTNeoXForCausalLM", "OPTForCausalLM", "MistralForCausalLM", "Qwen3ForCausalLM", "Phi3ForCausalLM"),
+    *("FalconForCausalLM", "CohereForCausalLM", "Olmo2ForCausalLM", "Qwen3MoeForCausalLM", "MarianMTModel"),
+    *("RobertaForMaskedLM", "AlbertForMaskedLM", "ElectraForMaskedLM", "DistilBertForMaskedLM"),
+    *("DeiTForImageClassification", "BeitForImageClassification", "Dinov2ForImageClassification"),
+    *("RegNetForImageClassification", "SiglipModel", "HubertForCTC", "InformerForPrediction"),
+)
+"""Those of which another one has nearly all operators: they are in the soak."""
 
 
 class DrawnHere(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
@@ -407,7 +415,10 @@ def generated(model: Any, way: str, inputs: dict[str, Any]) -> Any:
     "architecture",
     [
         pytest.param(
-            architecture, id=architecture.name, marks=[pytest.mark.slow] * (architecture.name not in DEFAULT_TIER)
+            architecture,
+            id=architecture.name,
+            marks=[pytest.mark.slow] * (architecture.name not in DEFAULT_TIER)
+            + [pytest.mark.soak] * (architecture.name in ALIKE),
         )
         for architecture in ZOO
     ],
@@ -431,4 +442,4 @@ def test_the_zoo_is_large() -> None:
     assert (
         sum(architecture.inputs in (images, plain_images, segmented_images, large_images) for architecture in ZOO) >= 12
     )
-    assert {*DRAWN_HERE, *ALTERED, *DEFAULT_TIER, *(name for name, _ in REFUSED)} <= set(names)
+    assert {*DRAWN_HERE, *ALTERED, *DEFAULT_TIER, *ALIKE, *(name for name, _ in REFUSED)} <= set(names)

@@ -183,7 +183,7 @@ import http.client, socket, ssl, sys
 
 def tls(address):
     anyone = ssl._create_unverified_context()
-    with socket.create_connection(address, 10) as plain, anyone.wrap_socket(plain) as secure:
+    with socket.create_connection(address, 3) as plain, anyone.wrap_socket(plain) as secure:
         secure.sendall(bytes(64))
         return secure.recv(1)
 

@@ -108,7 +108,7 @@ def test_a_pool_with_one_slot_is_used_too(joblib: Any) -> None:
 
 def test_fewer_jobs_than_slots_are_a_limit(joblib: Any, three: sky.Compute, tmp_path: Path) -> None:
     def most(jobs: int) -> int:
-        tasks = [joblib.delayed(touch)(str(tmp_path), number, 0.2) for number in range(12)]
+        tasks = [joblib.delayed(touch)(str(tmp_path), number, 0.1) for number in range(9)]
         return max(joblib.Parallel(n_jobs=jobs, batch_size=1)(tasks))
 
     until(lambda: most(3) == 3)  # processes of slots have started

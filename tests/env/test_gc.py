@@ -109,10 +109,10 @@ def cache(cache_on: Callable[..., Cache]) -> Cache:
 
 
 @pytest.mark.lab
-@pytest.mark.parametrize("name", ["local", "fabric", "openssh"])
-def test_what_is_old_goes_and_nothing_else(cache_on: Callable[..., Cache], name: str) -> None:
+@pytest.mark.parametrize("transport", ["local", "fabric", "openssh"])
+def test_what_is_old_goes_and_nothing_else(cache_on: Callable[..., Cache], transport: str) -> None:
     """Over every transport, as root and as an ordinary user."""
-    cache = cache_on(name)
+    cache = cache_on(transport)
     cache(FILL)
     swept = cache.gc()
     assert cache(LIST) == expected("b", "c")

@@ -65,7 +65,10 @@ def is_whole(pool: sky.Compute) -> None:
 @pytest.mark.usefixtures("hurry")
 @pytest.mark.parametrize(
     ("errand", "transport", "seed"),
-    [(errand, ("openssh", "fabric")[seed % 2], seed) for seed, errand in enumerate(ERRANDS)],
+    [  # `test_a_cut_of_seconds_while_everything_is_under_way` has all errands
+        pytest.param(errand, ("openssh", "fabric")[seed % 2], seed, marks=[pytest.mark.soak] * (seed > 1))
+        for seed, errand in enumerate(ERRANDS)
+    ],
     ids=lambda value: each(value) if callable(value) else str(value),
 )
 @pytest.mark.slow

@@ -126,10 +126,9 @@ def test_a_pool_opens_again_although_an_agent_of_its_last_opening_is_still_there
     assert errands.note(spot / "calls", "later") >> pool == "later"
 
 
-@pytest.mark.parametrize("goes_on", [True, False], ids=["goes-on-later", "never-goes-on"])
 @pytest.mark.slow
 def test_an_agent_that_freezes_while_another_host_answers_is_a_host_lost(
-    lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze, goes_on: bool
+    lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze
 ) -> None:
     pool = open_pool("openssh", count=2, lease=12, heartbeat_timeout=6)
     future = pool.submit(stay(spot / "pid"), on="node1")
@@ -143,23 +142,17 @@ def test_an_agent_that_freezes_while_another_host_answers_is_a_host_lost(
     assert 1 < time.monotonic() - before < 60
     assert [errands.note(spot / "calls", str(n)) >> pool for n in range(5)] == list("01234")
     assert set(spot.notes("calls")) == {"node2"}
-    if goes_on:
-        go_on()
-        is_cleaned_up(lab, victim, 12 + 20)
+    go_on()
+    is_cleaned_up(lab, victim, 12 + 20)
     before = time.monotonic()
     pool.close()
     assert time.monotonic() - before < 60
-    if not goes_on:  # nobody but its owner can do anything about it; the rest goes with it
-        os.kill(victim.outside, signal.SIGKILL)
 
 
-@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.slow
-def test_an_agent_that_freezes_for_a_while_loses_nothing(
-    lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze, count: int
-) -> None:
+def test_an_agent_that_freezes_for_a_while_loses_nothing(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:
     """For longer than it takes to be doubted, and less than it takes to be lost."""
-    pool = open_pool("openssh", count=count, lease=30, heartbeat_timeout=20, host={"slots": 3})
+    pool = open_pool("openssh", count=2, lease=30, heartbeat_timeout=20, host={"slots": 3})
     errands.digest(b"") @ pool
     stop = threading.Event()
     working = [
@@ -176,7 +169,7 @@ def test_an_agent_that_freezes_for_a_while_loses_nothing(
     stop.set()
     for work in working:
         work.result(errands.PATIENCE)
-    assert [node.lost for node in pool.hosts] == [None] * count
+    assert [node.lost for node in pool.hosts] == [None] * 2
 
 
 @pytest.mark.slow
@@ -254,7 +247,7 @@ def test_a_call_in_a_frozen_rank_can_be_cancelled(lab: Lab, open_pool: Open, spo
 
 
 def test_a_call_in_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:
-    pool = open_pool("openssh", lease=600, timeout=8)  # on a busy machine it takes seconds to begin
+    pool = open_pool("openssh", lease=600, timeout=5)  # on a busy machine it takes seconds to begin
     future = pool.submit(stay(spot / "pid"))
     rank = frozen_rank(lab, spot, freeze)
     with pytest.raises(sky.CallTimeout):
@@ -265,7 +258,7 @@ def test_a_call_in_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: 
 
 @pytest.mark.slow
 def test_a_gang_with_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:
-    pool = open_pool("openssh", count=2, lease=600, timeout=20)
+    pool = open_pool("openssh", count=2, lease=600, timeout=12)
     future = pool.submit(stay_if_first(spot / "pid"), on="all")
     rank = frozen_rank(lab, spot, freeze)
     with pytest.raises((sky.CallTimeout, sky.BroadcastError)) as caught:

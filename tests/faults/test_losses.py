@@ -109,10 +109,10 @@ def two_slots(open_pool: Callable[..., sky.Compute]) -> Callable[..., sky.Comput
 @pytest.mark.slow
 def test_one_of_three_is_away(lab: Lab, two_slots: Callable[..., sky.Compute], spot: Spot) -> None:
     """It is lost after `silence`, long before its lease is over."""
-    pool = two_slots(lease=30, heartbeat_timeout=8)
+    pool = two_slots(lease=14, heartbeat_timeout=5)
     cut = time.monotonic()
-    one_of_three_is_away(lab, pool, spot, 8)
-    left = remains.after([lab["node1"]], seconds=cut + 30 + 20 - time.monotonic())
+    one_of_three_is_away(lab, pool, spot, 5)
+    left = remains.after([lab["node1"]], seconds=cut + 14 + 20 - time.monotonic())
     assert not left, f"left behind on the lost host: {sorted(left)}"
 
 

@@ -173,18 +173,19 @@ def _busy(lab: Lab) -> list[str]:
 @pytest.mark.lab
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_64_hosts_over_one_connection_each(tmp_path: Path) -> None:
+@pytest.mark.parametrize("count", [24, pytest.param(64, marks=pytest.mark.soak)])
+def test_many_hosts_over_one_connection_each(tmp_path: Path, count: int) -> None:
     """All are shown by scrolling, all are looked at again, and nothing is left when it ends."""
-    with start(64, python=sys.executable) as lab:
+    with start(count, python=sys.executable) as lab:
         with Person([*PROGRAM, "top", f"--inventory={lab.inventory}"], tmp_path, columns=80) as person:
-            person.sees("64 hosts: 64 ready", timeout=400)
-            for selected in (22, 43, 64):  # 21 are on the screen, the selected one in the middle
+            person.sees(f"{count} hosts: {count} ready", timeout=400)
+            for selected in (*range(22, count, 21), count):  # 21 are on the screen, the selected one in the middle
                 person.hears_of(b"\x1b[6~", rf"\x1b\[7mnode{selected}\b")
             for host in lab.hosts:
                 assert re.search(rf"{host.name}\b.* ready", person.said), host.name
-            assert _connections(person.process.pid) == 64
+            assert _connections(person.process.pid) == count
             person.presses(b"\x1b[F")
-            plant(lab, "node64", gpu(used=5000, use=97))
+            plant(lab, f"node{count}", gpu(used=5000, use=97))
             person.sees(r"1 H100 at 97 %, 80 GB free, in use")
             person.presses(b"q")
             assert person.ends() == 0 and person.has_the_terminal_back()

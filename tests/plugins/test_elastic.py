@@ -63,16 +63,14 @@ def test_ranks_that_fail_are_started_again_and_what_fails_too_often_is_raised_as
     with sky.Compute("local", ranks=2, plugins=[plugin], ui="none") as pool:
         seen: list[Event] = []
         pool.events.subscribe(seen.append)
-        assert stumble(1) @ pool == [(1, 2, 2.0)] * 2
-        ended = [one.text for one in seen if isinstance(one, Output) and "ended" in one.text]
-        assert ended == ["attempt 0 ended: a rank on this host failed"]
         with pytest.raises(sky.BroadcastError) as raised:
             stumble(5) @ pool
+        ended = [one.text for one in seen if isinstance(one, Output) and "ended" in one.text]
+        assert ended == ["attempt 0 ended: a rank on this host failed"]
         first = raised.value.exceptions[0]
         assert isinstance(first, ValueError)
         assert str(first) == "stumbled in attempt 1"
         assert "in stumble" in str(first.__cause__)
-        assert stumble(0) @ pool == [(0, 2, 2.0)] * 2
 
 
 @pytest.mark.parametrize(

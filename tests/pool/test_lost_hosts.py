@@ -126,7 +126,7 @@ def test_a_gang_waits_for_a_host_that_is_silent_for_longer_than_ten_seconds(
     place.wait("night.node1")
     place.wait("night.node2")
     pair["node2"].cut()
-    time.sleep(15)
+    time.sleep(11)
     pair["node2"].restore()
     place.leave("go")
     assert future.result(100) == ["node1", "node2"]

@@ -58,7 +58,7 @@ def double(number: int) -> int:
 @sky.function
 def talk(lines: int) -> None:
     for _ in range(lines):
-        time.sleep(0.5)
+        time.sleep(0.25)
         print("a line", flush=True)
 
 
@@ -85,7 +85,7 @@ def test_a_line_of_a_rank_passes_few_modules(
     found = []
     while not future.done():
         capsys.readouterr()
-        trip_of_line = trip.of(lambda: time.sleep(0.5))
+        trip_of_line = trip.of(lambda: time.sleep(0.25))
         if "[0] a line" in capsys.readouterr().out:
             found.append(trip_of_line)
     check("a line of output", min(found, key=len))

@@ -35,9 +35,9 @@ def pool(hosts: list[sky.Host], setup: str = "") -> sky.Compute:
     return sky.Compute(hosts, image=sky.Image(setup=setup), ui="none")
 
 
-@pytest.fixture(params=["openssh", "fabric", "local"])
-def host(request: pytest.FixtureRequest, hosts_of: Callable[..., list[sky.Host]]) -> list[sky.Host]:
-    return hosts_of(request.param, 1)
+@pytest.fixture
+def host(transport: str, hosts_of: Callable[..., list[sky.Host]]) -> list[sky.Host]:
+    return hosts_of(transport, 1)
 
 
 def test_workers_have_the_variables_of_setup_lines(host: list[sky.Host]) -> None:

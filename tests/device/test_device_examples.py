@@ -100,8 +100,8 @@ def test_accelerate_uses_the_device(run: Run) -> None:
 
 def test_adapters_are_trained_and_nothing_else(run: Run) -> None:
     pytest.importorskip("peft")
-    upright, before, after, size = run("lora", "node1", "--steps=60")
-    assert percent(upright) > 60 and percent(before) < 60 and percent(after) > 60
+    upright, before, after, size = run("lora", "node1")
+    assert percent(upright) > 80 and percent(before) < 60 and percent(after) > 80
     new, every = (int(word) for word in re.findall(r"\d+", size))
     assert new < every / 8
 

@@ -251,10 +251,10 @@ def test_hosts_of_the_project_settings(app: Path, run: Run) -> None:
 
 def test_a_detached_run_has_the_name_that_it_is_given(app: Path) -> None:
     write(app / "job.py", "print('done')\n")
-    ran = skyfab(app, "run", "--ranks=1", "--detach", "--name=night", "job.py")
+    ran = skyfab(app, "run", "--ranks=1", "--detach", "--name=at-dusk", "job.py")
     assert ran.returncode == 0, ran.stderr
-    followed = skyfab(app, "attach", "night", "--hosts=local")
-    assert "night: done" in followed.stderr, followed.stderr
+    followed = skyfab(app, "attach", "at-dusk", "--hosts=local")
+    assert "at-dusk: done" in followed.stderr, followed.stderr
 
 
 # ---- choosing, without hosts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 import pickle
@@ -22,6 +23,7 @@ from stage import remote, traces
 import skyfab as sky
 from skyfab.lab import Lab, LabHost
 from skyfab.session.bootstrap import local_python
+from skyfab.ssh.logins import retry
 
 pytestmark = pytest.mark.lab
 
@@ -122,8 +124,9 @@ def test_a_port_where_nothing_listens(lab: Lab, hosts_of: Hosts, transport: str)
 
 
 @both
-def test_a_server_that_is_no_ssh_server(hosts_of: Hosts, transport: str) -> None:
+def test_a_server_that_is_no_ssh_server(hosts_of: Hosts, transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Something else answers there, and hangs up: each time, as a busy server does not."""
+    monkeypatch.setattr("skyfab.session.session.retry", functools.partial(retry, pauses=[0.01] * 5))
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def hang_up() -> None:

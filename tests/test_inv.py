@@ -1,4 +1,4 @@
-"""./inv and what it stands on: the set-up of .venv, the groups of tests.
+"""./inv and what it stands on: pip's configuration in uv's words, the set-up of .venv, the groups of tests.
 
 The set-ups run the real ./inv with the real uv, offline, against an index that each test writes to a folder.
 """
@@ -21,12 +21,91 @@ from types import SimpleNamespace
 
 import pytest
 
+from skyfab.env.pipconf import NO_INDEX, pip_settings, uv_environment
+
 pytestmark = pytest.mark.programs
 
 ROOT = Path(__file__).resolve().parent.parent
 groups = SimpleNamespace(**runpy.run_path(str(ROOT / "tools" / "groups.py")))
 BIN = Path(sys.executable).parent
 HAS_GPU = runpy.run_path(str(ROOT / "tools" / "bootstrap.py"))["has_gpu"]()
+NO_FILES = {"PIP_CONFIG_FILE": os.devnull}
+
+
+# pip's configuration
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, {}),
+        ({"PIP_INDEX_URL": "https://m.example/simple"}, {"UV_DEFAULT_INDEX": "https://m.example/simple"}),
+        (
+            {"PIP_EXTRA_INDEX_URL": "https://a.example/s\n  file:///srv/simple"},
+            {"UV_INDEX": "https://a.example/s file:///srv/simple", "UV_INDEX_STRATEGY": "unsafe-best-match"},
+        ),
+        ({"PIP_TRUSTED_HOST": "a.example  b.example:8443"}, {"UV_INSECURE_HOST": "a.example b.example:8443"}),
+        ({"PIP_CERT": "/etc/lab.pem"}, {"SSL_CERT_FILE": "/etc/lab.pem"}),
+        ({"PIP_CERT": "/"}, {"SSL_CERT_DIR": "/"}),
+        ({"PIP_CLIENT_CERT": "/etc/me.pem"}, {"SSL_CLIENT_CERT": "/etc/me.pem"}),
+        ({"PIP_DEFAULT_TIMEOUT": "7.6"}, {"UV_HTTP_TIMEOUT": "7"}),
+        ({"PIP_TIMEOUT": "soon"}, {}),
+        ({"PIP_PROXY": "http://p:1"}, {"HTTPS_PROXY": "http://p:1", "HTTP_PROXY": "http://p:1"}),
+        ({"PIP_FIND_LINKS": "/ https://m.example/wheels"}, {"UV_FIND_LINKS": "file:///,https://m.example/wheels"}),
+        ({"PIP_FIND_LINKS": "/no/such/folder"}, {}),
+        ({"PIP_NO_INDEX": "yes", "PIP_EXTRA_INDEX_URL": "https://a.example"}, {"UV_DEFAULT_INDEX": NO_INDEX}),
+        ({"PIP_INDEX_URL": ""}, {}),
+    ],
+)
+def test_each_setting_of_pip_has_its_words_in_uv(said: dict[str, str], expected: dict[str, str]) -> None:
+    assert uv_environment({**NO_FILES, **said}) == expected
+
+
+@pytest.mark.parametrize("name", ["UV_DEFAULT_INDEX", "UV_INDEX_URL"])
+def test_what_uv_was_told_directly_wins(name: str) -> None:
+    said = {**NO_FILES, "PIP_INDEX_URL": "https://pip.example/simple", name: "https://uv.example/simple"}
+    assert uv_environment(said) == {}
+
+
+def test_later_files_win_and_variables_win_over_files(tmp_path: Path) -> None:
+    def write(name: str, index: str, section: str = "global") -> Path:
+        path = tmp_path / name / "pip.conf"
+        path.parent.mkdir(parents=True)
+        path.write_text(f"[{section}]\nindex_url = https://{index}.example\n")
+        return path
+
+    environ = {"HOME": str(tmp_path), "VIRTUAL_ENV": str(tmp_path / "venv")}
+
+    def index() -> str:
+        return pip_settings(environ)["index-url"].removeprefix("https://").removesuffix(".example")
+
+    write(".pip", "legacy")
+    assert index() == "legacy"
+    write(".config/pip", "user")
+    assert index() == "user"
+    write("venv", "site")
+    assert index() == "site"
+    environ["PIP_CONFIG_FILE"] = str(write("chosen", "chosen"))
+    assert index() == "chosen"
+    environ["PIP_CONFIG_FILE"] = str(write("command", "command", section="install"))
+    assert index() == "command"
+    environ["PIP_INDEX_URL"] = "https://variable.example"
+    assert index() == "variable"
+
+
+def test_a_broken_pip_conf_is_named(tmp_path: Path) -> None:
+    broken = tmp_path / "pip.conf"
+    broken.write_text("index-url = there is no section above\n")
+    with pytest.raises(ValueError, match=str(broken)):
+        uv_environment({"PIP_CONFIG_FILE": str(broken)})
+
+
+def test_the_printed_exports_survive_a_shell() -> None:
+    hostile = "https://u:p$(exit 9)'\"`;&@m.example/simple"
+    script = 'eval "$("$0" -I "$1")" && printf %s "$UV_DEFAULT_INDEX"'
+    command = ["sh", "-c", script, sys.executable, str(ROOT / "skyfab" / "env" / "pipconf.py")]
+    environ = {**NO_FILES, "PATH": os.defpath, "PIP_INDEX_URL": hostile}
+    assert subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout == hostile
 
 
 # ./inv
@@ -94,7 +173,7 @@ def checkout(tmp_path: Path) -> Checkout:
     wheel(made.index / "nvidia-everything", "nvidia_everything", "1")
     wheel(made.links, "torch", "2.13.0+cpu")
     made.environ = {
-        "PIP_CONFIG_FILE": os.devnull,
+        **NO_FILES,
         "PATH": os.pathsep.join([str(BIN), "/usr/bin", "/bin"]),
         "HOME": str(tmp_path),
         "PIP_INDEX_URL": str(made.index),
@@ -321,6 +400,7 @@ ONCE = "flag = Path(f'flag{number}'); there = flag.exists(); flag.touch(); asser
     ("body", "count", "environ", "code", "said"),
     [
         (ONCE, 1, {"CI": "1"}, 0, "passed alone, failed beside others (a defect of the test or the code)"),
+        (ONCE, 2, {}, 0, "passed alone, failed beside others (a defect of the test or the code)"),
         (ONCE, 2, {"CI": "1"}, 1, "passed alone, failed beside others (a defect of the test or the code)"),
         (
             ONCE,
@@ -331,7 +411,7 @@ ONCE = "flag = Path(f'flag{number}'); there = flag.exists(); flag.touch(); asser
         ),
         ("assert 0", 1, {}, 1, "failed alone too"),
     ],
-    ids=["the-second-time-it-passes", "too-many-for-CI", "few-of-all-tiers", "it-fails-twice"],
+    ids=["the-second-time-it-passes", "two-of-them", "too-many-for-CI", "few-of-all-tiers", "it-fails-twice"],
 )
 def test_a_test_that_fails_beside_others_is_run_again_alone(
     tmp_path: Path, body: str, count: int, environ: dict[str, str], code: int, said: str

@@ -212,6 +212,19 @@ def test_importing_skyfab_loads_no_library() -> None:
     assert shown.split() == []
 
 
+def test_what_functions_use_loads_no_library() -> None:
+    """Inside a function on a host: the decorators, the rank's place, its share of the data, an image, an error."""
+    code = (
+        "import sys, skyfab as sky\n"
+        "sky.function(sky.stdout(only='head')(lambda: 1)), sky.instance_info(), sky.shard([1])\n"
+        "sky.Image(), sky.HostLost\n"
+        "print(*[m for m in sys.modules if m.partition('.')[0] in"
+        " ('fabric', 'invoke', 'paramiko', 'rich', 'cloudpickle', 'torch', 'numpy', 'pathspec')])\n"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert shown.split() == []
+
+
 # ---- examples
 
 WITH_EXAMPLES = [

@@ -16,7 +16,7 @@ import signal
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from concurrent.futures import CancelledError, Future, as_completed, wait
 from dataclasses import dataclass, field
@@ -363,6 +363,20 @@ def test_a_host_that_is_busy_does_not_hold_up_calls_for_another(pool: sky.Comput
     assert [future.result(170) for future in busy] == list(range(40))
 
 
+def test_slots_are_calls_at_a_time(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
+    """Two calls on one host wait for each other: with one slot they would never end."""
+    pool = open_pool("local", count=1, host={"slots": 2})
+
+    def meet(mine: str, other: str) -> int:
+        leave(f"{folder}/{mine}")
+        wait_for(f"{folder}/{other}")
+        return os.getpid()
+
+    folder = spot / ""
+    pids = pool.map(meet, ["a", "b"], ["b", "a"])
+    assert len(set(pids)) == 2
+
+
 def test_calls_on_one_slot_run_one_after_another(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
     """Each holds a file that only one can hold, whatever process or thread it is in."""
     pool = open_pool("local", count=1)
@@ -427,6 +441,13 @@ def test_the_calls_behind_one_that_is_ended_run_all_the_same(
         running.result(170)
 
 
+def test_cancelling_a_call_that_is_done_changes_nothing(pool: sky.Compute) -> None:
+    future = add(1) > pool
+    assert future.result(170) == 11
+    assert not future.cancel()
+    assert future.result() == 11
+
+
 def test_cancelling_a_broadcast_ends_all_its_ranks(
     pool: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool]
 ) -> None:
@@ -457,7 +478,7 @@ def test_a_function_has_a_timeout_after_which_it_is_stopped(
 
 
 def test_a_timeout_of_one_rank_ends_the_broadcast(pool: sky.Compute) -> None:
-    @sky.function(timeout=3)  # on a busy machine the other rank takes seconds
+    @sky.function(timeout=5)  # on a busy machine the other rank takes seconds
     def slow() -> int:
         if sky.instance_info().rank == 1:
             time.sleep(600)
@@ -475,11 +496,11 @@ def test_the_time_in_the_queue_does_not_count(open_pool: Callable[..., sky.Compu
     """The first call holds the only slot for longer than the second may take."""
     pool = open_pool("local", count=1)
 
-    @sky.function(timeout=1)
+    @sky.function(timeout=3)
     def brief() -> str:
         return "done"
 
-    first = sky.function(time.sleep)(1.5) > pool
+    first = sky.function(time.sleep)(3.5) > pool
     second = brief() > pool
     assert second.result(170) == "done"
     assert first.result(170) is None
@@ -538,6 +559,11 @@ def test_many_threads_may_use_a_pool_at_once(pool: sky.Compute) -> None:
         return [add(1000 * thread, n) >> pool for n in range(25)]
 
     assert at_once(work, range(16)) == [[1000 * thread + n for n in range(25)] for thread in range(16)]
+
+
+def test_five_hundred_calls_in_flight_are_all_answered(pool: sky.Compute) -> None:
+    futures = [identity(n) > pool for n in range(500)]
+    assert [future.result(170) for future in futures] == list(range(500))
 
 
 # ---- data
@@ -697,6 +723,75 @@ def test_deeply_nested_data_is_an_error_that_names_the_argument(pool: sky.Comput
     assert add(1) >> pool == 11
 
 
+# ---- torch
+
+
+@pytest.fixture(scope="module")
+def torch_pool(lent_hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
+    """One host, two ranks: importing torch takes seconds, and how tensors travel is the same on every transport."""
+    pytest.importorskip("torch")
+    with sky.Compute(lent_hosts_of("openssh", 1), ranks=2, ui="none") as compute:
+        yield compute
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_tensors_that_share_memory_still_do_on_arrival(torch_pool: sky.Compute) -> None:
+    torch = pytest.importorskip("torch")
+
+    @sky.function
+    def touch(tensors: dict[str, Any]) -> dict[str, Any]:
+        tensors["base"][0] = 42
+        return {**tensors, "seen": tensors["view"][0].item()}
+
+    base = torch.zeros(4000)
+    sent = {"base": base, "view": base[:10], "every_other": base[::2], "grid": base.view(40, 100)}
+    found = touch(sent) >> torch_pool
+    assert found["seen"] == 42
+    assert base[0] == 0
+    found["base"][2] = 5
+    assert found["view"][2] == found["every_other"][1] == found["grid"][0, 2] == 5
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_model_comes_back_trained_with_its_weights_still_tied(torch_pool: sky.Compute) -> None:
+    torch = pytest.importorskip("torch")
+
+    class Tied(torch.nn.Module):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = torch.nn.Embedding(50, 8)
+            self.out = torch.nn.Linear(8, 50, bias=False)
+            self.out.weight = self.embed.weight
+            self.register_buffer("steps", torch.zeros(1))
+
+        def forward(self, x: Any) -> Any:
+            return self.out(self.embed(x))
+
+    @sky.function
+    def train(model: Any, optimizer: Any) -> tuple[Any, Any]:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.arange(50)).sum().backward()
+            optimizer.step()
+            model.steps += 1
+        return model, optimizer
+
+    torch.manual_seed(0)
+    model = Tied()
+    before = model.embed.weight.detach().clone()
+    optimizer = torch.optim.Adam(model.parameters())
+    trained, stepped = train(model, optimizer) >> torch_pool
+    assert trained.out.weight is trained.embed.weight
+    assert not torch.equal(trained.embed.weight, before)
+    assert torch.equal(model.embed.weight, before)
+    assert trained.steps.item() == 3
+    assert stepped.param_groups[0]["params"][0] is trained.embed.weight
+    here, _ = train.fn(model, optimizer)
+    assert torch.allclose(here.embed.weight, trained.embed.weight)
+
+
 # ---- functions
 
 
@@ -840,6 +935,16 @@ def test_a_rank_looks_like_a_python_that_was_started_for_the_function(lent_pool:
     assert found["umask"] == "0o22"
     assert found["limit"] == sys.getrecursionlimit()
     assert found["home"]
+
+
+def test_variables_come_from_host_image_and_pool_the_nearest_last(open_pool: Callable[..., sky.Compute]) -> None:
+    host = {"env": {"A": "host", "B": "host", "C": "host"}}
+    image = sky.Image(env={"B": "image", "C": "image", "D": "$HOME 'quotes' \"both\" \\ \n ü"})
+    pool = open_pool("openssh", count=1, host=host, image=image, env={"C": "pool", "EMPTY": ""})
+    look = sky.function(lambda: [os.environ.get(name) for name in ("A", "B", "C", "D", "EMPTY")])
+    expected = ["host", "image", "pool", "$HOME 'quotes' \"both\" \\ \n ü", ""]
+    assert look() >> pool == expected
+    assert look() @ pool == [expected]
 
 
 def test_events_tell_of_each_call(pool: sky.Compute, events: list[Event]) -> None:

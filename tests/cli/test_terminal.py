@@ -140,7 +140,7 @@ abcdef01  done   2001-09-09 01:46      2  0     here   night  last
 """
 
 
-@pytest.mark.parametrize("columns", [20, 60, 80, None])
+@pytest.mark.parametrize("columns", [20, 60, 80, 100, 160, None])
 def test_runs_have_a_header_and_a_start(night: Path, columns: int | None) -> None:
     if columns is None:
         assert piped(night, "runs", "here", TZ="UTC").stdout == RUNS
@@ -156,8 +156,9 @@ def test_runs_have_a_header_and_a_start(night: Path, columns: int | None) -> Non
     assert [*zip(re.split("  +", head), re.split("  +", row), strict=True)] == expected
 
 
-def test_logs_are_shown_as_live_output_is(night: Path) -> None:
-    code, said = seen(night, 60, "logs", "night", "--timestamps", TZ="UTC")
+@pytest.mark.parametrize("columns", WIDTHS)
+def test_logs_are_shown_as_live_output_is(night: Path, columns: int) -> None:
+    code, said = seen(night, columns, "logs", "night", "--timestamps", TZ="UTC")
     assert code == 0
     assert "\x1b[32msecond\x1b[0m" in said and "\x1b[31m│\x1b[0m 09-09 01:46:43.000 100 %" in said
     assert text(said).splitlines() == [
@@ -166,15 +167,16 @@ def test_logs_are_shown_as_live_output_is(night: Path) -> None:
         "here[0] │ 09-09 01:46:43.000 100 %",
         "here[0] │ 09-09 01:46:44.000 last",
     ]
-    plain = seen(night, 60, "logs", "night", NO_COLOR="1")[1]
+    plain = seen(night, columns, "logs", "night", NO_COLOR="1")[1]
     assert plain.splitlines() == ["here[0] │ first", "here[1] │ second", "here[0] │ 100 %", "here[0] │ last"]
 
 
-def test_a_run_that_has_ended_is_not_stopped(night: Path) -> None:
+@pytest.mark.parametrize("state", ["done", "failed", "stopped"])
+def test_a_run_that_has_ended_is_not_stopped(night: Path, state: str) -> None:
     status = night / "here" / "runs" / "abcdef0123456789" / "status"
-    status.write_text(json.dumps({"state": "failed", "started": 1e9}))
+    status.write_text(json.dumps({"state": state, "started": 1e9}))
     ran = piped(night, "stop", "night")
-    assert (ran.returncode, ran.stdout) == (0, "abcdef01 night has already ended: failed\n"), ran.stderr
+    assert (ran.returncode, ran.stdout) == (0, f"abcdef01 night has already ended: {state}\n"), ran.stderr
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ import skyfab as sky
 from skyfab.detached.run import attached
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
+from skyfab.session.connection import Connection
 from skyfab.session.session import Session
 
 pytestmark = pytest.mark.lab
@@ -112,6 +114,21 @@ def launch(hosts: list[sky.Host], call: Any, **options: Any) -> sky.Run:
         return pool.launch(call, **options)
 
 
+def test_a_run_that_not_every_host_has_received_runs_nowhere(
+    hosts: list[sky.Host], spot: Spot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settle = Connection.settle
+
+    def settle_unless_second(self: Connection) -> None:
+        if self.host == hosts[1].name:
+            raise sky.HostLost("gone", host=self.host)
+        settle(self)
+
+    monkeypatch.setattr(Connection, "settle", settle_unless_second)
+    with pytest.raises(sky.HostLost):
+        launch(hosts, count(10, spot / "go"))  # `nothing_runs_on` looks at both hosts
+
+
 @pytest.mark.slow
 def test_a_run_goes_on_without_its_program(hosts: list[sky.Host], spot: Spot) -> None:
     """On all ranks, with its output and its results in their order; and a second time."""
@@ -156,6 +173,18 @@ def test_a_run_that_ends_before_its_client_has_left_keeps_no_agent(
     run = launch(hosts, count(1), on=hosts[0].name)
     assert run.status == "done"
     until(lambda: not traces.on(namespaces.hosts[0]), "the end of its agent", 7)
+
+
+def test_logs_are_followed_to_the_end(hosts: list[sky.Host], spot: Spot) -> None:
+    run = launch(hosts, count(40, spot / "go"), name="followed")
+    spot.wait("go.waits", 2)
+    follower = run.logs(follow=True)
+    first = [next(follower) for _ in range(5)]
+    spot.leave("go")
+    rest = list(follower)
+    for rank in range(2):
+        lines = [line for number, stream, line in [*first, *rest] if (number, stream) == (rank, "out")]
+        assert lines == [f"line {n} of rank {rank}" for n in range(40)]
 
 
 def connections() -> set[int]:
@@ -226,6 +255,16 @@ def test_a_rank_that_fails_ends_the_run(hosts: list[sky.Host], how: str, kind: t
 
 
 @pytest.mark.slow
+def test_a_run_is_stopped(hosts: list[sky.Host], spot: Spot) -> None:
+    run = launch(hosts, count(10, spot / "never"), name="endless")
+    spot.wait("never.waits", 2)
+    run.stop()
+    assert run.status == "stopped"
+    assert lines_of(run)[0, "out"] == [f"line {n} of rank 0" for n in range(6)]
+    run.stop()  # it is over
+
+
+@pytest.mark.slow
 def test_a_run_that_is_stopped_has_time_to_save(hosts: list[sky.Host], spot: Spot) -> None:
     run = launch(hosts, save_when_stopped(spot / "saves"), name="careful")
     spot.wait("saves.waits", 2)
@@ -233,7 +272,6 @@ def test_a_run_that_is_stopped_has_time_to_save(hosts: list[sky.Host], spot: Spo
     assert spot.wait("saves.done", 2)
     assert run.status == "stopped"
     assert lines_of(run)[1, "out"] == ["saved"]
-    run.stop()  # it is over
 
 
 @pytest.mark.slow
@@ -258,6 +296,40 @@ def test_the_rank_that_failed_first_is_reported_first_and_while_others_run(
     assert str(raised.value.exceptions[0]) == "rank 3 first"
     following.result(60)
     assert failed[0] == ("node2", 3), "others may be seen to fail before the run has ended"
+
+
+@pytest.mark.slow
+def test_a_run_that_was_removed_is_lost(hosts: list[sky.Host], namespaces: Lab) -> None:
+    run = launch(hosts, count(1), name="removed")
+    run.result(170)
+    shutil.rmtree(namespaces.hosts[1].path(f"/root/.cache/skyfab/runs/{run.id}"))
+    assert run.status == "lost"
+    with pytest.raises(sky.HostLost) as raised:
+        run.result(170)
+    assert raised.value.host == hosts[1].name
+    assert {rank for rank, _, _ in run.logs(follow=True)} == {0}
+
+
+def test_a_broadcast_that_is_under_way_is_left_to_its_hosts(hosts: list[sky.Host], spot: Spot) -> None:
+    heard: list[str] = []
+    with sky.Compute(hosts, ui="none") as pool:
+        pool.events.subscribe(lambda event: heard.append(str(event)))
+        with pytest.raises(sky.UsageError, match="no broadcast"):
+            pool.detach()
+        future = pool.submit(count(10, spot / "go"), on="all")
+        spot.wait("go.waits", 2)
+        for name in ("", "  ", "a\x1b[2J"):
+            with pytest.raises(sky.UsageError, match="invalid name of a run"):
+                pool.detach(name=name)
+            with pytest.raises(sky.UsageError, match="invalid name of a run"):
+                pool.launch(count(1), name=name)
+        run = pool.detach(name="handed over")
+        with pytest.raises(sky.CallCancelled, match=f"continues as run {run.id[:8]}"):
+            future.result(10)
+    assert run.status == "running"
+    spot.leave("go")
+    assert [rank for rank, _, _ in run.result(170)] == [0, 1]
+    assert lines_of(run)[1, "out"] == [f"line {n} of rank 1" for n in range(10)]
 
 
 @pytest.mark.slow
@@ -325,6 +397,27 @@ def test_a_run_that_does_not_end_says_what_to_do(
         os.kill(agent.outside, signal.SIGCONT)
     until(lambda: not runs_on("node1", agent.pid), "its end, when it wakes")
     assert run.status == "stopped"
+
+
+@pytest.mark.slow
+def test_a_name_that_was_used_twice_means_the_newest_that_runs(hosts: list[sky.Host], spot: Spot) -> None:
+    calls = [count(1, spot / "go"), count(1)]
+    twins = [launch(hosts[:1], call, on="one", name="twin") for call in calls]
+    twins[1].result(170)
+    assert sky.attach("twin", hosts).id == twins[0].id, "the other one has ended"
+    spot.leave("go")
+    for twin in twins:
+        twin.result(170)
+    assert sky.attach("twin", hosts).id == twins[1].id
+    assert sky.attach(twins[0].id[:8], hosts).id == twins[0].id
+    with pytest.raises(sky.UsageError, match=r"no run 'twni'.*\n.*did you mean twin"):
+        sky.attach("twni", hosts)
+    with pytest.raises(sky.UsageError, match="has no rank 1: it has one rank, 0"):
+        list(twins[0].logs(rank=1))
+    with pytest.raises(sky.UsageError, match="no run 'missing'"):
+        sky.attach("missing", hosts)
+    with pytest.raises(sky.UsageError, match="no run was named"):
+        sky.attach("", hosts)
 
 
 # ---- as a person sees it

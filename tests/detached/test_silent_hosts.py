@@ -145,6 +145,8 @@ def test_files_are_fetched_from_hosts_that_respond(ran: Ran, cut: Callable[[], N
     assert done.stdout.startswith("node1: 1 file, 1 byte; fetched 1, 1 byte into named/")
     assert done.stderr.count("error: node2: ") == 1
     assert (here / "named" / "ckpt0").exists()
+    assert "node1: no file matches nothing" in ran("get", "nothing", "--hosts=node1,node2", code=2).stderr
+    ran("get", "ckpt*", "--hosts=node2", code=3)
 
 
 @pytest.mark.slow

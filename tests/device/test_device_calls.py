@@ -413,6 +413,17 @@ def test_a_timeout_ends_the_worker(own_pool: sky.Compute) -> None:
         x.sum().item()
 
 
+def test_a_timeout_counts_from_the_calls_own_begin(own_pool: sky.Compute) -> None:
+    x = torch.ones(2, device=own_pool.device("cpu"))
+
+    @sky.function(timeout=20)
+    def nap(x: Any, seconds: float) -> float:
+        threading.Event().wait(seconds)
+        return float(x.sum())
+
+    assert [future.result(170) for future in [own_pool.submit(nap(x, 0.2)) for _ in range(4)]] == [2] * 4
+
+
 def test_cancelling_does_not_stop_it(remote_pool: sky.Compute, device: Any) -> None:
     x = torch.ones(2, device=device)
     future = remote_pool.submit(add(x, 1.0))

@@ -138,3 +138,19 @@ def test_threads_count_while_operations_of_all_of_them_fail(device: Any) -> None
     at_once(count, range(4), 100)
     assert not wrong
     assert raised
+
+
+def test_an_error_that_nothing_raised_is_reported_when_the_pool_closes(
+    remote_pool: sky.Compute, failing_on: Any
+) -> None:
+    from skyfab.device import tensors
+
+    notices: list[str] = []
+    with sky.Compute([remote_pool.hosts[1].host], ui="none") as pool:
+        pool.events.subscribe(lambda event: notices.append(str(event)))
+        device = pool.device("cpu")
+        stream = tensors.streams[device.index]
+        with failing_on(device):
+            future = sky.fetch(torch.ones(2, device=device))
+        stream.wait(future.done, None)
+    assert [text for text in notices if "conftest.py" in text and "was not raised" in text]

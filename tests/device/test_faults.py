@@ -262,6 +262,22 @@ def test_threads_share_a_device(device: Any) -> None:
     assert at_once(work, range(4)) == [50 * 2 * 8] * 4
 
 
+def test_a_forked_child_cannot_use_it(device: Any) -> None:
+    tensor = torch.ones(2, device=device)
+    assert tensor.sum().item() == 2
+    pid = os.fork()
+    if not pid:
+        code = 1
+        try:
+            tensor.sum().item()
+        except sky.UsageError:
+            code = 0
+        finally:
+            os._exit(code)
+    assert os.waitpid(pid, 0)[1] == 0
+    assert tensor.sum().item() == 2
+
+
 @pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.soak)])
 def test_the_number_of_remote_tensors_stays(device: Any, count: int) -> None:
     model = nn.Linear(4, 4).to(device)
@@ -277,3 +293,11 @@ def test_the_number_of_remote_tensors_stays(device: Any, count: int) -> None:
 
     before = train(20)
     assert train(count) == before
+
+
+def test_a_host_with_another_torch_is_refused(remote_pool: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.7.1+cu126")
+    fresh = sky.Compute([remote_pool.hosts[0].host], ui="none")
+    with fresh, pytest.raises(sky.HostUnfit, match=r"2\.7\.1.*major and minor version must be equal") as caught:
+        fresh.device("cpu")
+    assert "torch==2.7.1" in str(caught.value.hint)

@@ -73,18 +73,23 @@ def test_packages_of_options(run: Run) -> None:
     assert "environment: shelf, from the command line\n" in ran.stderr
 
 
-def test_lines_name_what_is_older_than_the_newest_and_what_was_built_from_source(
-    run: Run, app: Path, index: Index
-) -> None:
-    for version, options in (("1.0", {"requires": ["stone"]}), ("2.0", {"python": ">=3.99"})):
-        index.add("lamp", version, **options)
-        index.add("bulb", version)
+def test_a_line_names_what_was_built_from_source(run: Run, app: Path, index: Index) -> None:
+    index.add("lamp", "1.0", requires=["stone"])
     index.add_source("stone", "2.0")
     write(app / "train.py", "import lamp, stone\n")
+    ran = run("--pip=lamp", "train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert "node1: built from source on this machine: stone 2.0\n" in ran.stderr
+
+
+def test_a_line_names_what_is_older_than_the_newest_and_why(run: Run, app: Path, index: Index) -> None:
+    for version, options in (("1.0", {}), ("2.0", {"python": ">=3.99"})):
+        index.add("lamp", version, **options)
+        index.add("bulb", version)
+    write(app / "train.py", "import lamp\n")
     ran = run("--pip=lamp,bulb", "train.py")
     assert ran.returncode == 0, ran.stderr
     assert "node1: older than the newest version: lamp 1.0 (lamp==2.0 requires Python >=3.99)\n" in ran.stderr
-    assert "node1: built from source on this machine: stone 2.0\n" in ran.stderr
 
 
 BOARD = """
@@ -148,6 +153,14 @@ def test_exec_and_ssh_have_the_environment_and_the_modules_of_the_last_run(run: 
     until(lambda: typed("exec", "node1", "--", fetch).stdout == "node1 200\n", "the board")
 
 
+def test_packages_of_a_script(run: Run, app: Path) -> None:
+    pyproject(app, "nothing-like-it")
+    write(app / "train.py", BLOCK + SCRIPT)
+    ran = run("train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 None\n", ran.stderr
+    assert "environment: shelf, from train.py (PEP 723)\n" in ran.stderr
+
+
 @pytest.mark.slow
 def test_packages_of_a_project_with_its_lock(run: Run, app: Path, index: Index) -> None:
     pyproject(app, "shelf")
@@ -160,6 +173,34 @@ def test_packages_of_a_project_with_its_lock(run: Run, app: Path, index: Index) 
     ran = run("train.py")
     assert ran.stdout == "node1[0] 1.0 2.0 None\n", ran.stderr
     assert "environment: shelf, from pyproject.toml\n" in ran.stderr
+
+
+def test_packages_of_a_file_of_requirements(run: Run, app: Path, index: Index) -> None:
+    """One of them is only a source."""
+    index.add_source("stone", "3.0")
+    write(app / "requirements.txt", "shelf\nstone\n")
+    write(app / "train.py", SCRIPT + "import stone; print(stone.version)\n")
+    ran = run("train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 None\nnode1[0] 3.0\n", ran.stderr
+    assert "environment: shelf, stone, from requirements.txt\n" in ran.stderr
+
+
+def test_packages_of_a_lock(run: Run, app: Path, index: Index) -> None:
+    index.add("book", "2.0")
+    write(app / "wanted.in", "shelf\nbook==1.0")
+    lock = uv.run_uv("pip", "compile", "-q", "--format=pylock.toml", "--generate-hashes", "wanted.in", cwd=app)
+    write(app / "pylock.toml", lock)
+    ran = run("--lock=pylock.toml", "train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 None\n", ran.stderr
+
+
+def test_packages_of_the_project_settings(run: Run, app: Path) -> None:
+    """They take the place of the project's, and options that of theirs; the script's own come before both."""
+    settings = '[tool.skyfab]\npip = ["shelf"]\nsetup = "export WORD=set"\n'
+    pyproject(app, "nothing-like-it", more=settings)
+    ran = run("train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 set\n", ran.stderr
+    assert "environment: shelf, from [tool.skyfab]\n" in ran.stderr
 
 
 def test_a_package_of_the_project_itself_is_sent(run: Run, app: Path) -> None:

@@ -20,10 +20,12 @@ from test_transfer import top as top  # a fixture
 
 import skyfab as sky
 from skyfab.detached.written import project
-from skyfab.errors import HostUnfit
+from skyfab.errors import HostUnfit, UsageError
 from skyfab.files.draft import part_of
 from skyfab.files.source import PIECE
-from skyfab.lab import Lab
+from skyfab.lab import Lab, LabHost
+from skyfab.pool.files import Remote
+from skyfab.ui.events import Event, Moved, Notice
 
 pytestmark = pytest.mark.lab
 
@@ -41,6 +43,11 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def read(name: str) -> str:
     return Path(name).read_text()
+
+
+def sent(pool: sky.Compute) -> int:
+    """Bytes that have gone to the host."""
+    return sum(node.session.moved[0] for node in pool.hosts)
 
 
 def test_there_and_back(here: Path, top: Path, open_pool: Callable[..., sky.Compute], transport: str) -> None:
@@ -65,6 +72,60 @@ def test_a_relative_place_is_that_of_functions(here: Path, open_pool: Callable[.
     assert sky.function(read)("into/x.csv") >> pool == "1,2"
 
 
+def test_what_is_there_is_not_sent_again(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("openssh", count=1)
+    (here / "data").mkdir()
+    for number in range(300):
+        (here / "data" / f"{number}.bin").write_bytes(os.urandom(5000))
+    pool.upload("data")
+    before = sent(pool)
+    assert pool.upload("data")[0].sent == 0
+    assert sent(pool) - before < 50_000
+    (here / "data" / "7.bin").write_bytes(os.urandom(100_000))
+    before = sent(pool)
+    assert (pool.upload("data")[0].sent, pool.upload("data")[0].sent) == (1, 0)
+    assert 100_000 < sent(pool) - before < 200_000
+    assert pool.download("data", to="back")[0].sent == 300
+    received = pool.hosts[0].session.moved[1]
+    assert pool.download("data", to="back")[0].sent == 0
+    assert pool.hosts[0].session.moved[1] - received < 50_000
+
+
+def test_from_several_hosts_what_one_alone_has_keeps_its_place(
+    here: Path, open_pool: Callable[..., sky.Compute], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests: list[str] = []
+    ask = Remote.ask
+    monkeypatch.setattr(Remote, "ask", lambda self, *words: requests.append(words[0]) or ask(self, *words))
+    pool = open_pool("openssh", count=2)
+    events: list[Event] = []
+    pool.events.subscribe(events.append)
+
+    def write() -> None:
+        info = sky.instance_info()
+        Path("ckpt").mkdir(exist_ok=True)
+        Path(f"ckpt/{info.rank}.pt").write_text(str(info.rank))
+        if info.rank == 0:
+            Path("only").write_text("x")
+
+    sky.function(write)() @ pool
+    pool.download("ckpt/*.pt", to="all")
+    assert requests.count("send") == 2, "each host lists its files once"
+    assert sorted(str(path.relative_to(here)) for path in here.rglob("*.pt")) == [
+        "all/ckpt/0.pt",
+        "all/ckpt/1.pt",
+    ]
+    pool.download("ckpt", to="one", on="node2")
+    assert (here / "one" / "ckpt" / "1.pt").read_text() == "1"
+    pool.download(["only", "ckpt"], to="some")
+    pool.download("only", to="lone")
+    assert [path.name for path in (here / "lone").iterdir()] == ["only"]
+    assert [event.host for event in events if isinstance(event, Notice)] == ["node2"]
+    with pytest.raises(UsageError, match="no file matches missing"):
+        pool.download("missing", to="none")
+    assert not (here / "none").exists()
+
+
 def test_a_file_that_was_sent_to_all_and_that_one_host_has_written_since_keeps_its_place(
     here: Path, open_pool: Callable[..., sky.Compute]
 ) -> None:
@@ -78,6 +139,69 @@ def test_a_file_that_was_sent_to_all_and_that_one_host_has_written_since_keeps_i
     assert (here / "ckpt" / "last.pt").read_text() == "step 2"
     pool.upload("ckpt")
     assert sky.function(read)("ckpt/last.pt") @ pool == ["step 2"] * 2
+
+
+def test_from_several_hosts_what_both_have_goes_into_folders_of_their_names(
+    here: Path, open_pool: Callable[..., sky.Compute]
+) -> None:
+    pool = open_pool("openssh", count=2)
+
+    def write() -> None:
+        rank = sky.instance_info().rank
+        for path in (Path("d"), Path("node1"), Path("kinds") if rank else Path("d/both")):
+            path.mkdir(exist_ok=True)
+        Path("d/log").write_text(str(rank))
+        Path("d/latest").symlink_to("log")
+        Path(f"d/{rank}.pt").write_text(str(rank))
+        Path(f"node1/{rank}").write_text(str(rank))
+        Path("kinds/x" if rank else "kinds").write_text(str(rank))
+        if rank == 0:
+            Path("d/last").symlink_to("log")
+
+    sky.function(write)() @ pool
+    reports = pool.download(["d", "node1", "kinds"], to="all")
+    found = {str(path.relative_to(here / "all")): path.read_text() for path in here.rglob("*") if path.is_file()}
+    assert found == {
+        "d/0.pt": "0",
+        "d/1.pt": "1",
+        "node1/d/log": "0",
+        "node2/d/log": "1",
+        "node1/d/last": "0",
+        "node1/d/latest": "0",
+        "node2/d/latest": "1",
+        "node1/node1/0": "0",
+        "node2/node1/1": "1",
+        "node1/kinds": "0",
+        "kinds/x": "1",
+    }
+    assert (here / "all/d/both").is_dir()
+    assert [report.folder for report in reports] == ["all", "all"]
+    assert [report.folder for report in pool.download("d/log", to="apart")] == ["apart/node1", "apart/node2"]
+
+
+def test_a_pattern_below_a_folder_that_one_host_alone_has(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("openssh", count=2)
+    sky.function(os.makedirs)("deep/er") >> pool
+    (here / "x").write_text("x")
+    pool.upload("x", to="deep/er/x", on="node1")
+    pool.download("deep/**", to="back")
+    assert (here / "back/deep/er/x").read_text() == "x"
+
+
+def test_progress_is_told(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("openssh", count=1)
+    events: list[Event] = []
+    pool.events.subscribe(events.append)
+    (here / "large").write_bytes(os.urandom(3 * PIECE))
+    pool.upload("large")
+    moved = [event for event in events if isinstance(event, Moved)]
+    assert moved[-1] == Moved(host="node1", what="sending files", done=3 * PIECE, total=3 * PIECE)
+    assert [event.done for event in moved] == sorted(event.done for event in moved)
+
+
+def test_an_empty_path_is_not_the_current_folder(open_pool: Callable[..., sky.Compute]) -> None:
+    with pytest.raises(sky.UsageError, match="needs the path"):
+        open_pool("local", count=1).upload("")
 
 
 def test_two_uploads_at_once(here: Path, tmp_path: Path, open_pool: Callable[..., sky.Compute]) -> None:
@@ -132,45 +256,86 @@ def test_a_full_disk(namespaces: Lab, breakable: Lab, here: Path, monkeypatch: p
     host.run(["umount", "/small"])
 
 
-def killed(lab: Lab, here: Path, part: Path, *words: str) -> int:
-    """Kills a command when some of a large file has arrived; returns how much."""
-    command = [sys.executable, "-m", "skyfab", *words, f"--inventory={lab.inventory}"]
-    lab.hosts[0].slow(100)
-    try:
-        with subprocess.Popen(command, cwd=here, stderr=subprocess.DEVNULL) as client:
-            until(lambda: part.exists() and part.stat().st_size >= 2 * PIECE, 60)
-            client.kill()
-    finally:
-        lab.hosts[0].slow(None)
-    begun = part.stat().st_size
-    assert begun < 64 * MB
-    return begun
+def test_no_room_here(breakable: Lab, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (here / "file").write_bytes(bytes(MB))
+    with sky.Compute(inventory=breakable.inventory, ui="none") as pool:
+        pool.upload("file")
+        monkeypatch.setattr("skyfab.files.target.Target.room", 1000)
+        with pytest.raises(OSError, match="not enough space for these files"):
+            pool.download("file", to="back")
+    assert not (here / "back" / "file").exists()
+
+
+def parts(host: LabHost, folder: Path, name: bytes) -> Path:
+    cache = host.path("/root/.cache/skyfab/files")
+    return cache / project(str(folder)) / os.fsdecode(part_of(name))
 
 
 @pytest.mark.slow
-def test_an_upload_goes_on_where_it_stopped(namespaces: Lab, breakable: Lab, here: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
+def test_an_upload_goes_on_where_it_stopped(
+    namespaces: Lab, breakable: Lab, here: Path, number: signal.Signals
+) -> None:
+    host = breakable.hosts[0]
     content = os.urandom(64 * MB)
-    (here / "large").write_bytes(content)
-    folder = breakable.hosts[0].path("/root/.cache/skyfab/files") / project(str(here))
-    part = folder / os.fsdecode(part_of(b"large"))
-    begun = killed(breakable, here, part, "put", "large")
-    assert not (folder / "large").exists()
+    (here / f"large{number}").write_bytes(content)
+    part = parts(host, here, f"large{number}".encode())
+    command = [sys.executable, "-m", "skyfab", "put", f"large{number}", f"--inventory={breakable.inventory}"]
+    host.slow(100)
+    try:
+        with subprocess.Popen(command, cwd=here, stderr=subprocess.DEVNULL) as client:
+            until(lambda: part.exists() and part.stat().st_size >= 2 * PIECE, 60)
+            client.send_signal(number)
+    finally:
+        host.slow(None)
+    assert not part.with_name(f"large{number}").exists()
+    begun = part.stat().st_size
+    assert begun < len(content)
     with sky.Compute(inventory=breakable.inventory, ui="none") as pool:
-        assert pool.upload("large")[0].sent_size <= len(content) - begun
-        assert (folder / "large").read_bytes() == content
+        report = pool.upload(f"large{number}")[0]
+        assert report.sent_size <= len(content) - begun
+        assert part.with_name(f"large{number}").read_bytes() == content
         assert not part.exists()
 
 
 @pytest.mark.slow
 def test_a_download_goes_on_where_it_stopped(namespaces: Lab, breakable: Lab, here: Path) -> None:
+    host = breakable.hosts[0]
     content = os.urandom(64 * MB)
-    breakable.hosts[0].path("/tmp/large").write_bytes(content)
+    host.path("/tmp/large").write_bytes(content)
     part = here / os.fsdecode(part_of(b"large"))
-    begun = killed(breakable, here, part, "get", "/tmp/large")
+    command = [sys.executable, "-m", "skyfab", "get", "/tmp/large", f"--inventory={breakable.inventory}"]
+    host.slow(100)
+    try:
+        with subprocess.Popen(command, cwd=here, stderr=subprocess.DEVNULL) as client:
+            until(lambda: part.exists() and part.stat().st_size >= 2 * PIECE, 60)
+            client.kill()
+    finally:
+        host.slow(None)
+    begun = part.stat().st_size
+    assert begun < len(content)
     with sky.Compute(inventory=breakable.inventory, ui="none") as pool:
         assert pool.download("/tmp/large")[0].sent_size == len(content) - begun
     assert (here / "large").read_bytes() == content
     assert not part.exists()
+
+
+def test_a_host_cannot_be_told_to_follow_links_out(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    """What a program there has linked elsewhere arrives as the file, and folders elsewhere do not."""
+    pool = open_pool("openssh", count=1)
+    events: list[Event] = []
+    pool.events.subscribe(events.append)
+
+    def link() -> None:
+        Path("out").mkdir()
+        Path("out/passwd").symlink_to("/etc/passwd")
+        Path("out/etc").symlink_to("/etc")
+
+    sky.function(link)() >> pool
+    pool.download("out")
+    assert [path.name for path in (here / "out").iterdir()] == ["passwd"]
+    assert not (here / "out" / "passwd").is_symlink()
+    assert "skipped out/etc" in "".join(map(str, events))
 
 
 def test_a_target_that_cannot_be_written(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
@@ -316,6 +481,30 @@ def test_files_of_runs_at_once_are_fetched_from_the_folder_of_each(here: Path, l
 
 
 @pytest.mark.slow
+def test_a_run_beside_another_one_has_what_was_sent_for_it(here: Path, listed: Path) -> None:
+    """The folder of the pool that has launched it is its own: nothing is copied a second time."""
+    (here / "look.py").write_text(
+        "import os, time\nprint(open('config').read(), os.getcwd(), flush=True)\n"
+        "while not os.path.exists('end'):\n    time.sleep(0.05)\n"
+    )
+    folders, ids = {}, []
+    for config in ("first", "second", "third"):
+        (here / "config").write_text(config)
+        begun = skyfab(here, "run", "--hosts=node1", "--detach", "--sync", "look.py", inventory=listed)
+        assert begun.returncode == 0, begun.stderr
+        until(lambda: config in skyfab(here, "logs", begun.stdout.strip(), inventory=listed).stdout, config)  # noqa: B023
+        folders[config] = skyfab(here, "logs", begun.stdout.strip(), inventory=listed).stdout.split()[-1]
+        ids.append(begun.stdout.strip())
+        copied = f"this one works in a copy, ~/.cache/skyfab/files/{Path(folders[config]).name}\n"
+        copied = f"node1: run {ids[0]} (look.py) uses the folder of this project: {copied}"
+        assert (copied in begun.stderr) == (config != "first"), "the command says so, not only the log"
+    assert len(set(folders.values())) == 3
+    found = skyfab(here, "exec", "node1", "--", "ls -d $PWD $PWD.*", inventory=listed).stdout
+    assert [line.split()[-1] for line in found.splitlines()] == sorted(folders.values())
+    assert skyfab(here, "stop", "--all", "--yes", "--hosts=node1", inventory=listed).returncode == 0
+
+
+@pytest.mark.slow
 def test_a_run_that_is_not_found_may_be_of_the_inventory_that_was_used_last(
     here: Path, tmp_path: Path, listed: Path
 ) -> None:
@@ -323,7 +512,7 @@ def test_a_run_that_is_not_found_may_be_of_the_inventory_that_was_used_last(
     begun = skyfab(here, "run", "--hosts=node1", "--detach", "saves.py", inventory=listed)
     assert begun.returncode == 0, begun.stderr
     typed = f"skyfab runs --inventory={listed}\n"
-    for words in (["logs"], ["get", "ckpt.pt", "--run"]):
+    for words in (["logs"], ["attach"], ["stop"], ["get", "ckpt.pt", "--run"]):
         none = skyfab(here, *words, begun.stdout.strip())
         assert none.returncode == 2
         assert none.stderr.endswith(f"hint: the last run used another inventory: {typed}"), none.stderr

@@ -106,15 +106,14 @@ def start(
         yield one
 
 
+@pytest.mark.parametrize("ranks", ["are silent", "prints"])
 @pytest.mark.parametrize(
-    ("transport", "victim", "verdict", "ranks"),
+    ("transport", "victim", "verdict"),
     [
-        ("openssh", "program", "the program has ended: its client has 10 s", "are silent"),
-        ("openssh", "program", "the program has ended: its client has 10 s", "prints"),
-        ("openssh", "ssh", "the connection has ended: its client has 60 s", "prints"),
-        ("local", "program", "the program has ended: its client has 10 s", "are silent"),
-        # The kernel closes it, as if it broke.
-        ("fabric", "program", "the connection has ended: its client has 60 s", "are silent"),
+        ("openssh", "program", "the program has ended: its client has 10 s"),
+        ("openssh", "ssh", "the connection has ended: its client has 60 s"),
+        ("local", "program", "the program has ended: its client has 10 s"),
+        ("fabric", "program", "the connection has ended: its client has 60 s"),  # the kernel closes it, as if it broke
     ],
 )
 def test_an_agent_knows_a_program_that_was_killed_from_a_connection_that_broke(

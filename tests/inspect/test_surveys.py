@@ -78,6 +78,24 @@ def test_a_pool_has_the_hosts_that_meet_its_condition(gpu_lab: Lab) -> None:
 
 
 @pytest.mark.lab
+def test_too_few_hosts_meet_it(gpu_lab: Lab) -> None:
+    pool = sky.Compute(inventory=gpu_lab.inventory, where="gpu.memory >= 40GB", nodes=3, ui="none")
+    with pytest.raises(sky.UsageError) as failed:
+        pool.open()
+    assert failed.value.message.splitlines() == [
+        "only 2 of 4 hosts meet 'gpu.memory >= 40GB', but nodes=3",
+        "  node3: no gpu.memory",
+        "  node4: no gpu.memory",
+    ]
+
+
+@pytest.mark.lab
+def test_a_host_that_cannot_be_reached_does_not_meet_it(gpu_lab: Lab) -> None:
+    with sky.Compute(["node1", "root@127.0.0.1:1"], inventory=gpu_lab.inventory, where="cpus", ui="none") as pool:
+        assert [host.name for host in pool.hosts] == ["node1"]
+
+
+@pytest.mark.lab
 def test_a_script_runs_where_it_should(gpu_lab: Lab, tmp_path: Path) -> None:
     (tmp_path / "who.py").write_text("import socket; print(socket.gethostname())")
     options = (f"--inventory={gpu_lab.inventory}", "--workdir=temp")

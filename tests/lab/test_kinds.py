@@ -14,6 +14,7 @@ import pytest
 from stage.labs import answers, greeting, needs_taps, ssh, start
 from stage.spot import until
 
+import skyfab as sky
 from skyfab.errors import UsageError
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.root import PATH
@@ -93,6 +94,12 @@ def test_hosts_behind_forwarded_ports_have_one_address_and_ports_of_this_machine
     assert reaches(first, second.addresses["fast0"])
 
 
+def test_calls_reach_hosts_behind_forwarded_ports(forwarded: Lab) -> None:
+    with sky.Compute("lab", inventory=forwarded.inventory, ui="none") as compute:
+        assert compute.map(len, ["a" * 3_000_000, "bb"]) == [3_000_000, 2]
+        assert [host.name for host in compute.hosts] == ["node1", "node2"]
+
+
 @needs_taps
 def test_a_host_behind_a_forwarded_port_can_be_delayed(forwarded: Lab) -> None:
     host = forwarded.hosts[0]
@@ -168,7 +175,7 @@ def test_users_have_the_login_shells_that_they_are_given() -> None:
 # Many of them
 
 
-@pytest.mark.soak
+@pytest.mark.slow
 def test_sixty_four_hosts_start_and_reach_each_other() -> None:
     """More neighbours than the kernel's table has room for by default."""
     with start(64) as lab:
@@ -195,6 +202,23 @@ def test_loopback_hosts_have_no_kinds(kind: dict[str, Any]) -> None:
 
 
 # How one logs in
+
+
+def methods(host: LabHost) -> str:
+    """The ways to log in that the host's server names."""
+    options = ["-F", "none", "-o", "BatchMode=yes", "-o", "UserKnownHostsFile=/dev/null"]
+    options += ["-o", "StrictHostKeyChecking=no"]
+    words = ["ssh", *options, "-i", "none", "-p", str(host.port), f"pat@{host.address}", "true"]
+    said = subprocess.run(words, capture_output=True, text=True).stderr
+    return said.rpartition("(")[2].partition(")")[0]
+
+
+def test_hosts_may_take_passwords_or_codes_and_no_keys() -> None:
+    with start(3, passwords=["node1"], codes=["node2"]) as lab:
+        assert [methods(host) for host in lab.hosts] == ["password", "keyboard-interactive", "publickey,password"]
+        assert lab["node1"].run(["cat", "/etc/ssh/sshd_config"]).stdout.count("UsePAM no") == 1
+        assert lab.code(0) != lab.code(1)
+        assert len(lab.code(0)) == 6
 
 
 def test_a_host_has_one_kind_of_login() -> None:

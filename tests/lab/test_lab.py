@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import paramiko
 import pytest
 from stage.labs import IN_USER_NAMESPACE, answers, greeting, needs_taps, ssh, start
 from stage.spot import until
@@ -184,6 +186,23 @@ def test_orphans_on_a_host_are_collected(lab: Lab) -> None:
 
 
 # Users
+
+
+def test_a_password_lets_pat_in_and_a_wrong_one_does_not(lab: Lab) -> None:
+    host = lab.hosts[0]
+    for password, right in ((lab.password, True), ("wrong", False)):
+        with paramiko.SSHClient() as client:
+            kind, key = host.host_key.split()
+            client.get_host_keys().add(host.address, kind, paramiko.PKey.from_type_string(kind, base64.b64decode(key)))
+            login = {"username": "pat", "password": password, "look_for_keys": False, "allow_agent": False}
+            if not right:
+                with pytest.raises(paramiko.AuthenticationException):
+                    client.connect(host.address, **login)
+                continue
+            client.connect(host.address, **login)
+            assert client.exec_command("id -un")[1].read() == b"pat\n"
+            with client.open_sftp() as files:
+                assert files.normalize(".") == "/home/pat"
 
 
 def test_users_may_have_odd_homes_shells_and_startup_files(lab: Lab) -> None:

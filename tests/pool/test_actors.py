@@ -158,6 +158,16 @@ def test_a_dictionary_on_a_host(compute: sky.Compute) -> None:
         assert shared.setdefault("c", 3) == 3
 
 
+def test_calls_from_many_threads(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account:
+        threads = [threading.Thread(target=lambda: [account.add() for _ in range(50)]) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert account.add(0) == 400
+
+
 def test_a_handle_is_useless_after_its_pool() -> None:
     with sky.Compute("local", ui="none") as pool:
         account = pool.actor(Account)

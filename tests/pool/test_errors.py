@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import signal
 import socket
 import sys
@@ -518,3 +519,41 @@ def test_the_first_failure_comes_first(pool: sky.Compute, spot: Spot) -> None:
     assert isinstance(error, sky.BroadcastError)
     assert [e.args for e in error.exceptions] == [(1,), (0,)]
     assert [e.args for e in error.results] == [(0,), (1,)]
+
+
+def test_unpicklable_results_and_exceptions_of_ranks_are_told_apart(pool: sky.Compute) -> None:
+    @sky.function
+    def various() -> Any:
+        if sky.instance_info().rank == 0:
+            return threading.Lock()
+        raise KeyboardInterrupt
+
+    with pytest.raises(sky.BroadcastError) as caught:
+        various() @ pool
+    assert {type(e) for e in caught.value.exceptions} == {sky.NotPicklable, sky.RemoteError}
+
+
+# ---- the errors themselves
+
+
+def test_errors_survive_being_pickled() -> None:
+    """They cross process boundaries: test runners, multiprocessing, a call within a call."""
+    died = sky.WorkerDied("gone", exitcode=-9, host="node1", rank=3, hint="try less")
+    found = pickle.loads(pickle.dumps(died))
+    assert (type(found), str(found), found.exitcode) == (sky.WorkerDied, str(died), -9)
+    assert str(died) == "node1[3]: gone\nhint: try less"
+    group = sky.BroadcastError("2 of 2", [ValueError(1), died], [ValueError(1), died])
+    found = pickle.loads(pickle.dumps(group))
+    assert [type(e) for e in found.exceptions] == [ValueError, sky.WorkerDied]
+    assert len(found.results) == 2
+    pool = pickle.loads(pickle.dumps(sky.PoolError("all", [sky.Unreachable("x", host="a")])))
+    assert pool.exceptions[0].host == "a"
+
+
+def test_exit_codes_are_those_of_the_command_line() -> None:
+    assert sky.UsageError("x").exit_code == 2
+    assert sky.InventoryError("x").exit_code == 2
+    assert sky.Unreachable("x").exit_code == 3
+    assert sky.HostLost("x").exit_code == 3
+    assert sky.PoolError("x", [sky.Unreachable("x")]).exit_code == 3
+    assert sky.WorkerDied("x").exit_code == 1

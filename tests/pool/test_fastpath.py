@@ -16,8 +16,10 @@ from stage.spot import Spot, until
 from stage.threads import at_once, begin
 
 import skyfab as sky
+from skyfab.lab import Lab
 from skyfab.pool.task import Task
 from skyfab.protocol.mux import ACK_FRAMES, SMALL
+from skyfab.session import timing
 from skyfab.ui.events import CallEnded, CallStarted, Event
 
 np = pytest.importorskip("numpy")
@@ -97,6 +99,32 @@ def interrupt_when(condition: Callable[[], Any]) -> Future[None]:
 def make(number: int) -> Any:
     """A function like no other."""
     return sky.function(lambda: number)
+
+
+# ---- a host that falls silent
+
+
+def test_a_host_that_is_cut_off_is_lost_and_the_others_go_on(
+    namespaces: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First in this file: it shortens the patience of every pool, and no other is open yet."""
+    monkeypatch.setattr(timing, "HEARTBEAT", 0.2)
+    monkeypatch.setattr(timing, "SUSPECT_AFTER", 0.7)
+    pool = open_pool("openssh", count=2, lease=5, heartbeat_timeout=1.5)
+    first = namespaces.hosts[0]
+    waiting = begin(lambda: stay(spot / "pid") >> pool)
+    assert set(spot.wait("pid")) == {first.name}
+    first.cut()
+    try:
+        with pytest.raises(sky.HostLost) as caught:
+            waiting.result(170)
+        assert caught.value.host == first.name
+        until(lambda: pool.hosts[0].lost, "the pool knows")
+        here = sky.function(lambda: sky.instance_info().hostname)
+        assert {here() >> pool for _ in range(5)} == {pool.hosts[1].agent.hostname}
+        pool.close()
+    finally:
+        first.restore()
 
 
 # ---- which calls take it

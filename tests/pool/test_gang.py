@@ -186,13 +186,16 @@ def test_hosts_may_have_different_numbers_of_ranks(hosts_of: Callable[..., list[
 # ---- failure
 
 
+@pytest.mark.parametrize("how", ["raise", "die"])
 def test_ranks_that_wait_for_one_that_failed_are_stopped(
-    open_pool: OpenPool, spot: Spot, runs_on: Callable[[str, int], bool]
+    open_pool: OpenPool, spot: Spot, runs_on: Callable[[str, int], bool], how: str
 ) -> None:
     @sky.function
     def uneven() -> None:
         if sky.instance_info().rank == 1:
-            os._exit(9)
+            if how == "die":
+                os._exit(9)
+            raise ValueError("only here")
         leave(path, str(os.getpid()))
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # stuck, and deaf
         time.sleep(600)
@@ -202,9 +205,12 @@ def test_ranks_that_wait_for_one_that_failed_are_stopped(
     with pytest.raises(sky.BroadcastError) as raised:
         uneven() @ pool
     (first,) = raised.value.exceptions
-    assert isinstance(first, sky.WorkerDied)
-    assert (first.exitcode, first.rank, first.host) == (9, 1, pool.hosts[1].name)
-    assert f"{pool.hosts[1].name}[1]" in str(first)
+    if how == "die":
+        assert isinstance(first, sky.WorkerDied)
+        assert (first.exitcode, first.rank, first.host) == (9, 1, pool.hosts[1].name)
+        assert f"{pool.hosts[1].name}[1]" in str(first)
+    else:
+        assert isinstance(first, ValueError)
     stopped = raised.value.results[0]
     assert isinstance(stopped, sky.CallCancelled)
     assert (stopped.rank, stopped.host) == (0, pool.hosts[0].name)
@@ -230,6 +236,19 @@ def test_a_rank_that_is_stopped_may_say_goodbye(open_pool: OpenPool, spot: Spot)
     with pytest.raises(sky.BroadcastError):
         train() @ open_pool("local", count=2)
     assert Path(mark).read_text() == "checkpoint"
+
+
+def test_a_call_is_started_again_as_often_as_it_says(open_pool: OpenPool) -> None:
+    @sky.function(retries=2)
+    def third_time() -> int:
+        attempt = sky.instance_info().attempt
+        if attempt < 2 and sky.instance_info().rank == 1:
+            os._exit(3)
+        return attempt
+
+    pool = open_pool("local", ranks=2)
+    assert third_time() @ pool == [2, 2]
+    assert [info.attempt for info in sky.function(sky.instance_info)() @ pool] == [0, 0]
 
 
 def test_what_all_ranks_say_alike_is_said_once(open_pool: Callable[..., sky.Compute]) -> None:

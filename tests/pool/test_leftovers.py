@@ -193,10 +193,11 @@ def client(tmp_path: Path, namespaces: Lab, spot: Spot) -> Client:
     [
         ("pass", 0),
         ("raise LookupError('in the block')", 1),
+        ("sys.exit(7)", 7),
         ("signal.raise_signal(signal.SIGINT)", 130),
         ("(stay() > compute); (stay() > compute)", 0),
     ],
-    ids=["normal", "exception", "interrupt", "calls-still-run"],
+    ids=["normal", "exception", "exit", "interrupt", "calls-still-run"],
 )
 def test_the_end_of_the_block_is_the_end_on_the_hosts(
     client: Client, clean: Callable[[], None], hosts: list[LabHost], ending: str, code: int
@@ -247,7 +248,7 @@ def test_ctrl_c_stops_the_calls_that_run(
     clean()
 
 
-@pytest.mark.parametrize("text", ["stay() @ compute", "time.sleep(600)"])
+@pytest.mark.parametrize("text", ["stay() >> compute", "stay() @ compute", "time.sleep(600)"])
 def test_ctrl_c_twice_waits_for_nobody(
     client: Client, hosts: list[LabHost], spot: Spot, clean: Callable[[], None], text: str
 ) -> None:
@@ -274,7 +275,7 @@ def test_ctrl_c_twice_waits_for_nobody(
     clean()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
 def test_a_client_that_is_killed_is_waited_for_no_longer_than_its_lease(
     client: Client, spot: Spot, clean: Callable[[], None], number: signal.Signals
 ) -> None:
@@ -622,6 +623,24 @@ def test_two_pools_on_one_host_do_not_disturb_each_other(
     assert ok(3) @ third == [3]
     spot.leave("go")
     assert future.result(170) == "done"
+
+
+@pytest.mark.slow
+def test_pools_that_open_at_once_on_a_fresh_host_all_work(
+    hosts: list[LabHost], hosts_of: Callable[..., list[sky.Host]], clean: Callable[[], None]
+) -> None:
+    """Nothing is there: each brings the bundle, one wins, and no draft stays."""
+    from stage.threads import at_once
+
+    for cache in remains.caches(hosts[0]):
+        shutil.rmtree(cache)
+
+    def use(number: int) -> int:
+        with sky.Compute(hosts_of("openssh", 1), ui="none") as pool:
+            return ok(number) >> pool
+
+    assert at_once(use, range(4)) == [0, 1, 2, 3]
+    clean()
 
 
 @pytest.mark.slow

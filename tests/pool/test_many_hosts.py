@@ -19,7 +19,7 @@ from skyfab.errors import HostLost
 from skyfab.lab import Lab
 from skyfab.session.fanout import for_each_host
 from skyfab.ssh.logins import Logins, ServerBusy, retry
-from skyfab.ssh.openssh import servers_of
+from skyfab.ssh.openssh import explain, servers_of
 from skyfab.ui.events import Event, Output
 
 # ---- logins
@@ -105,6 +105,21 @@ def test_a_login_that_was_turned_away_is_tried_again() -> None:
     with pytest.raises(ServerBusy):
         retry(log_in, lambda: True, [60.0])
     assert len(tried) == 1, "a pool that is closed does not try again"
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "kex_exchange_identification: Connection closed by remote host\nConnection closed by 10.0.0.1 port 22\n",
+        "kex_exchange_identification: read: Connection reset by peer\nConnection reset by 10.0.0.1 port 22\n",
+        "ssh_exchange_identification: Connection closed by remote host\n",
+        "kex_exchange_identification: Connection closed by remote host\nConnection closed by UNKNOWN port 65535\n",
+    ],
+)
+def test_what_ssh_says_of_a_busy_server_is_known(said: str) -> None:
+    error = explain([sky.Host(name="node1", address="10.0.0.1")], 255, said, sky.Inventory(hosts={}))
+    assert isinstance(error, ServerBusy)
+    assert "MaxStartups" in str(error.hint)
 
 
 @pytest.mark.parametrize("transport", ["openssh", "fabric"])

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from stage.remote import leave, wait_for
@@ -185,6 +185,18 @@ def test_a_line_of_a_megabyte_arrives_whole_or_in_pieces(pool: sky.Compute, even
 # ---- whose it is
 
 
+def test_lines_carry_the_host_and_rank_that_wrote_them(pool: sky.Compute, events: list[Event]) -> None:
+    @sky.function
+    def speak() -> None:
+        for number in range(2000):
+            print(f"rank {sky.instance_info().rank} line {number}")
+
+    speak() @ pool
+    for rank, node in enumerate(pool.hosts):
+        assert lines(events, rank=rank) == [f"rank {rank} line {number}" for number in range(2000)]
+        assert {e.host for e in events if isinstance(e, Output) and e.rank == rank} == {node.name}
+
+
 def test_lines_of_a_solo_call_carry_the_host_and_no_rank(pool: sky.Compute, events: list[Event]) -> None:
     for node in pool.hosts:
         pool.submit(sky.function(print)(f"I am {node.name}"), on=node.name).result(170)
@@ -343,6 +355,10 @@ def test_everything_is_kept_in_files_on_the_host(
 # ---- who may speak
 
 
+def both_orders(decorate: Callable[[Any], Any], fn: Callable[..., Any]) -> list[Any]:
+    return [sky.function(decorate(fn)), decorate(sky.function(fn))]
+
+
 def shout() -> int:
     print("from python")
     print("error", file=sys.stderr)
@@ -356,13 +372,40 @@ LOUD = sorted(["from python", "from a descriptor", "from a child", "from C"])
 """In any order: when the C library flushes is its own matter."""
 
 
-def test_limits_hold_for_c_code_and_children_too(pool: sky.Compute, events: list[Event]) -> None:
-    """test_context.py has all kinds of them."""
-    limited = sky.stdout(only="head")(sky.stderr(only=lambda info: info.rank == 1)(sky.function(shout)))
-    assert limited() @ pool == [5, 5]
-    for rank, loud, errors in ((0, LOUD, []), (1, [], ["error"])):
-        assert sorted(lines(events, rank=rank)) == loud
-        assert lines(events, "stderr", rank=rank) == errors
+@pytest.mark.parametrize(
+    ("limit", "loud", "errors"),
+    [
+        (sky.stdout(only="head"), [0], [0, 1]),
+        (sky.stdout(only=lambda info: info.rank == 1), [1], [0, 1]),
+        (sky.stderr(only="head"), [0, 1], [0]),
+        (sky.silent, [], []),
+        (lambda fn: sky.stdout(only="head")(sky.stderr(only=lambda info: False)(fn)), [0], []),
+    ],
+    ids=["stdout", "predicate", "stderr", "silent", "both"],
+)
+def test_limits_hold_for_c_code_and_children_too(
+    pool: sky.Compute, events: list[Event], limit: Callable[[Any], Any], loud: list[int], errors: list[int]
+) -> None:
+    for limited in both_orders(limit, shout):
+        events.clear()
+        assert limited() @ pool == [5, 5]
+        for rank in (0, 1):
+            assert sorted(lines(events, rank=rank)) == (LOUD if rank in loud else [])
+            assert lines(events, "stderr", rank=rank) == (["error"] if rank in errors else [])
+
+
+def test_a_silent_function_that_fails_is_heard_and_the_next_one_too(pool: sky.Compute, events: list[Event]) -> None:
+    @sky.silent
+    @sky.function
+    def fail() -> None:
+        print("hidden")
+        raise ValueError("shown")
+
+    node = pool.hosts[0].name
+    with pytest.raises(ValueError, match="shown"):
+        pool.submit(fail(), on=node).result(170)
+    pool.submit(sky.function(print)("audible"), on=node).result(170)
+    assert lines(events) == ["audible"]
 
 
 def test_what_was_written_before_a_silent_part_is_not_swallowed(pool: sky.Compute, events: list[Event]) -> None:
@@ -376,6 +419,24 @@ def test_what_was_written_before_a_silent_part_is_not_swallowed(pool: sky.Comput
 
     mixed() >> pool
     assert lines(events) == ["before", "after"]
+
+
+def test_limits_keep_timeout_name_and_result() -> None:
+    @sky.silent
+    @sky.function(timeout=7)
+    def quiet(x: int) -> int:
+        """Says nothing."""
+        return x
+
+    assert quiet.timeout == 7
+    assert quiet.__name__ == "quiet"  # type: ignore[attr-defined]
+    assert quiet.__doc__ == "Says nothing."
+    assert quiet.fn(3) == 3
+
+
+def test_outside_a_call_limits_do_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    sky.silent(print)("here I speak")
+    assert capfd.readouterr().out == "here I speak\n"
 
 
 # ---- hostile to its own output

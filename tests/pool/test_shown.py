@@ -25,6 +25,11 @@ def sleep(seconds: float) -> str:
     return "slept"
 
 
+@sky.function
+def fail() -> None:
+    raise KeyError("x")
+
+
 def cells(value: Any) -> str:
     found: str = value._repr_html_()
     assert found.startswith("<table>") and found.endswith("</table>")
@@ -69,6 +74,26 @@ def test_an_inventory() -> None:
 
 
 # ---- await
+
+
+def test_futures_can_be_awaited_while_the_loop_goes_on(open_pool: Callable[..., sky.Compute]) -> None:
+    pool = open_pool("local", count=1, host={"slots": 3})
+
+    async def all_of_them() -> list[Any]:
+        ticks: list[int] = []
+
+        async def tick() -> None:
+            for number in range(5):
+                ticks.append(number)
+                await asyncio.sleep(0.02)
+
+        futures: list[Any] = [sleep(0.3) > pool, double(4) > pool, fail() > pool]
+        found = await asyncio.gather(tick(), *futures, return_exceptions=True)
+        return [ticks, *found[1:]]
+
+    ticks, slept, doubled, error = asyncio.run(all_of_them())
+    assert (ticks, slept, doubled) == ([0, 1, 2, 3, 4], "slept", 8)
+    assert isinstance(error, KeyError)
 
 
 def test_cancelling_a_task_cancels_its_call(open_pool: Callable[..., sky.Compute]) -> None:

@@ -6,6 +6,7 @@ gets torch.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,11 @@ PROGRAMS = Path(__file__).parent
 pytestmark = [pytest.mark.lab, pytest.mark.slow, pytest.mark.timeout(600)]  # the first with torch installs it
 
 Run = Callable[..., list[str]]
+
+
+def needs(*modules: str) -> pytest.MarkDecorator:
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
 @pytest.fixture
@@ -76,7 +82,7 @@ def losses(lines: list[str]) -> list[float]:
 
 @pytest.mark.torch
 @pytest.mark.usefixtures("cpu_torch")
-def test_a_language_model_is_trained_resumed_and_sampled(run: Run, tmp_path: Path) -> None:
+def test_a_language_model_is_trained_resumed_twice_and_sampled(run: Run, tmp_path: Path) -> None:
     """In the manner of nanoGPT: settings are executed, .gitignore has the data and the checkpoints, rank 0 writes."""
     import torch
 
@@ -86,14 +92,17 @@ def test_a_language_model_is_trained_resumed_and_sampled(run: Run, tmp_path: Pat
     assert (folder / "data" / "verse" / "train.bin").stat().st_size > 10_000
     first = losses(run(folder, hosts, *files, "train.py", "config/tiny.py"))
     assert len(first) == 4 and first[-1] < first[0] / 4
-    checkpoint = torch.load(folder / "out-tiny" / "ckpt.pt")
-    assert checkpoint["iter_num"] == 30 and checkpoint["config"]["width"] == 32
-    lines = run(folder, hosts, *files, "train.py", "config/tiny.py", "--init_from=resume", "--max_iters=60")
-    assert sorted(line for line in lines if "resuming" in line) == [
-        f"node{number}[{number - 1}] resuming at iteration 30" for number in (1, 2)
-    ]
-    assert losses(lines)[0] < first[-2]
-    assert torch.load(folder / "out-tiny" / "ckpt.pt")["iter_num"] == 60
+    for done in (30, 60):
+        checkpoint = torch.load(folder / "out-tiny" / "ckpt.pt")
+        assert checkpoint["iter_num"] == done and checkpoint["config"]["width"] == 32
+        lines = run(
+            folder, hosts, *files, "train.py", "config/tiny.py", "--init_from=resume", f"--max_iters={done + 30}"
+        )
+        assert sorted(line for line in lines if "resuming" in line) == [
+            f"node{number}[{number - 1}] resuming at iteration {done}" for number in (1, 2)
+        ]
+        assert losses(lines)[0] < first[-2]
+    assert torch.load(folder / "out-tiny" / "ckpt.pt")["iter_num"] == 90
     (line,) = run(folder, "--hosts=node1", "sample.py", "--out_dir=out-tiny", "--max_new_tokens=12")
     assert line == "node1[0] one fish two fi"
 
@@ -157,10 +166,41 @@ def test_keras_is_the_first_import_of_a_script(run: Run, tmp_path: Path) -> None
         assert file.testzip() is None and "model.weights.h5" in file.namelist()
 
 
+@pytest.fixture
+def in_home(home: Path) -> Iterator[Path]:
+    """The home folder, with two programs and their helper module directly in it, beside other files."""
+    names = [path.name for path in (PROGRAMS / "home").glob("*.py")]
+    for name in names:
+        shutil.copy(PROGRAMS / "home" / name, home)
+    (home / "private.txt").write_text("private")
+    yield home
+    for name in (*names, "private.txt"):
+        (home / name).unlink()
+
+
+def test_a_script_in_the_home_folder_has_the_module_beside_it(run: Run, in_home: Path, namespaces: Lab) -> None:
+    lines = run(in_home, "--hosts=node1,node2", "--workdir=/var/tmp/estimates", "estimate.py", "2000")
+    assert [re.sub(r"3\.[012]\d", "pi", line) for line in sorted(lines)] == [
+        "node1[0] 0 of 2: pi",
+        "node2[1] 1 of 2: pi",
+    ]
+    for number, host in enumerate(namespaces.hosts[:2]):
+        assert host.run(["ls", "/var/tmp/estimates"]).stdout.split() == [f"hits{number}.txt"]
+        found = host.run(["find", "/root", "/var/tmp", "-name", "private.txt"]).stdout
+        assert found == "", "only the modules that a script imports are sent"
+        host.run(["rm", "-r", "/var/tmp/estimates"])
+
+
+def test_a_program_in_the_home_folder_has_the_module_beside_it(in_home: Path, namespaces: Lab) -> None:
+    env = {**os.environ, "SKYFAB_INVENTORY": str(namespaces.inventory)}
+    ran = subprocess.run([sys.executable, "estimate_pool.py"], cwd=in_home, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert 3 < float(ran.stdout) < 3.3
+
+
 # ---- Skyward's guides: https://github.com/gabfssilva/skyward/tree/main/guides
 #
-# The same uses of its names, with hosts in place of a provider. What frameworks do is in our own examples (ddp,
-# keras_shards, hf_trainer, grid_search); 15, a model that is sent, trained and returned, is
+# The same uses of its names, with hosts in place of a provider. 15, a model that is sent, trained and returned, is
 # examples/models/round_trip.py, which tests/env/test_environments.py runs on such a host.
 
 
@@ -186,6 +226,42 @@ def test_guide_04_what_a_host_has(guide: Run) -> None:
 def test_guide_05_shards_keep_pairs_and_types(guide: Run) -> None:
     kinds = ["list", "tuple", "ndarray"]
     assert guide("g05_shards") == ["sizes: [51, 50]", "complete: True", f"types: {[kinds, kinds]}"]
+
+
+@pytest.mark.torch
+@pytest.mark.usefixtures("cpu_torch")
+def test_guide_06_one_model_on_two_hosts(guide: Run) -> None:
+    *epochs, head, worker = guide("g06_ddp")
+    found = losses(epochs)
+    assert all(line.startswith("node1[0] epoch ") for line in epochs) and len(found) == 4
+    assert found[-1] < found[0] / 1.5
+    assert (head, worker) == (f"node 0 head: loss {found[-1]:.4f}", f"node 1 worker: loss {found[-1]:.4f}")
+
+
+@needs("keras", "jax")
+def test_guide_07_keras_at_the_top(guide: Run) -> None:
+    """Keras is imported on this machine too, where KERAS_BACKEND is the user's own choice."""
+    lines = guide("g07_keras", KERAS_BACKEND="jax")
+    for node, line in enumerate(lines):
+        first, last = losses([line])
+        assert line.startswith(f"node {node} jax: 200, ") and last < first / 1.5
+    assert len(lines) == 2
+
+
+@pytest.mark.torch
+@pytest.mark.usefixtures("cpu_torch")
+def test_guides_08_and_20_a_model_is_fine_tuned_and_used(guide: Run) -> None:
+    """The second program finds what the first has left in the working folder."""
+    *_, line = guide("g08_finetune")
+    assert re.fullmatch(r"node 0: loss 0\.\d+, accuracy 1\.00", line)
+    assert guide("g20_inference")[-2:] == ["good film: positive", "poor plot: negative"]
+
+
+@needs("joblib", "sklearn")
+def test_guides_09_and_10_joblib_and_a_grid_search(guide: Run) -> None:
+    """In the pool's environment, which has the versions of this machine."""
+    assert guide("g10_joblib") == ["results: 80 6320", "in parallel: True"]
+    assert guide("g09_grid_search")[-2:] == ["candidates: 8", "best: SVC True"]
 
 
 def test_guide_11_variables_and_several_hosts(guide: Run) -> None:

@@ -20,6 +20,41 @@ from skyfab.protocol.window import Window
 
 MB = 1024 * 1024
 
+steps = st.lists(
+    st.tuples(
+        st.sampled_from(["small", "large", "urgent", "log", "flush", "read", "read"]),
+        st.booleans(),
+        st.one_of(st.integers(0, 300), st.integers(0, 3 * SMALL), st.integers(0, 300_000)),
+    ),
+    max_size=40,
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(steps)
+def test_all_messages_arrive_whole_and_in_order_whatever_the_pieces(steps: list[tuple[str, bool, int]]) -> None:
+    """Both sides speak at once over a connection that takes and gives arbitrary pieces."""
+    pair = Pair()
+    for number, (what, first, size) in enumerate(steps):
+        side = pair.a if first else pair.b
+        if what == "small":
+            side.say(1, content(number, size % (SMALL + 1)))
+        elif what == "large":
+            side.say(100 + number, content(number, size + SMALL))
+        elif what == "urgent":
+            side.say(100 + number, content(number, size), urgent=True)
+        elif what == "log":
+            if 7 not in side.sent_bodies:
+                side.say(7, large=True)
+            side.say_more(7, content(number, size))
+        elif what == "flush":
+            side.flush(size)
+        else:
+            side.read(max(1, size))
+        pair.now += 0.01
+    pair.settle()
+    pair.check()
+
 
 def test_a_message_and_its_data_leave_in_one_write() -> None:
     """A header and a body in two packets would cost a delayed acknowledgement."""

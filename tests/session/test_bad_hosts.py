@@ -165,10 +165,30 @@ def test_a_host_that_is_down_is_reported_with_every_other_failure_at_once(
     assert str(error).count("hint: ") == 2
 
 
+def test_failures_of_different_kinds_are_reported_together(namespaces: Lab, hosts_of: Hosts, home: Path) -> None:
+    one, two, three = hosts_of("openssh", 3)
+    error = failure(
+        replace(one, identity=str(home / ".ssh" / "id_ed25519")),
+        replace(two, host_key=one.host_key),
+        replace(three, python="/no/such/python"),
+    )
+    assert type(error) is sky.PoolError
+    kinds = [sky.AuthenticationRefused, sky.HostKeyRefused, sky.HostUnfit]
+    assert [type(each) for each in error.exceptions] == kinds
+
+
+def test_one_failure_among_many_hosts_is_that_error_itself(namespaces: Lab, hosts_of: Hosts) -> None:
+    one, two = hosts_of("openssh", 2)
+    is_clear(failure(one, replace(two, port=1)), sky.Unreachable, "refused", "node2")
+
+
 # ---- what login shells do
 
 
 BASHRC = {
+    "a banner": "echo '*** Welcome to node1 ***'; echo; date\n",
+    "an error": "no-such-command --at-all\ncat /no/such/file\n",
+    "text without a newline": "printf 'last login: yesterday'\n",
     "long text": "head -c 200000 /dev/zero | tr '\\0' x\n",
     "bytes that are no text": "head -c 3000 /dev/urandom\n",
     "something like our answer": "echo '=skyfab=0123456789abcdef=link'; printf '=skyfab='\n",
@@ -356,6 +376,13 @@ def test_a_cache_folder_that_cannot_be_written(namespaces: Lab, hosts_of: Hosts,
 
 
 @both
+def test_an_interpreter_that_is_not_there(lab: Lab, hosts_of: Hosts, transport: str) -> None:
+    error = failure(*hosts_of(transport, 1, python="/no/such/python3"))
+    is_clear(error, sky.HostUnfit, "no interpreter at /no/such/python3")
+    assert "python" in (error.hint or "")
+
+
+@both
 def test_a_path_without_any_python(new_user: Callable[..., sky.Host], transport: str) -> None:
     """One is found where interpreters are."""
     if not Path(f"/usr/bin/python{local_python()}").exists():
@@ -363,6 +390,12 @@ def test_a_path_without_any_python(new_user: Callable[..., sky.Host], transport:
     host = new_user(transport, "/bin/bash", bashrc="PATH=/nothing/here\n", changes={"python": "auto"})
     with sky.Compute([host], ui="none") as compute:
         assert (sky.function(remote.where)() >> compute)[0].startswith("/usr/bin/python")
+
+
+@both
+def test_an_interpreter_that_is_none(lab: Lab, hosts_of: Hosts, transport: str) -> None:
+    """A program that is there, and runs, and is no Python."""
+    is_clear(failure(*hosts_of(transport, 1, python="/bin/ls")), sky.HostUnfit, "")
 
 
 @both
@@ -376,7 +409,7 @@ def test_an_interpreter_that_breaks(namespaces: Lab, hosts_of: Hosts, transport:
     is_clear(error, sky.HostUnfit, "libpython")
 
 
-VERSIONS = ["2.7", "3.9", "3.11", "3.12", "3.14"]
+VERSIONS = ["2.7", "3.6", "3.7", "3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14"]
 STAND_IN = """#!PYTHON -S
 # Takes an interpreter's arguments, and has what it runs believe that it is another version.
 import runpy, sys

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from stage.fakes import Listener
 from stage.messages import filled
 from stage.spot import until
@@ -33,6 +35,7 @@ from skyfab.protocol.frames import (
     HEAD,
     HEADER,
     HELLO,
+    KINDS,
     LIMIT,
     PING,
     PONG,
@@ -425,3 +428,47 @@ def test_a_host_that_never_reads_does_not_hang_the_client() -> None:
         assert time.monotonic() - began < 10
         session.close()
         assert time.monotonic() - began < 20
+
+
+# ---- where ranks meet
+
+
+# ---- anything at all
+
+
+wire = st.lists(
+    st.one_of(
+        st.binary(max_size=60),
+        st.builds(
+            lambda kind, stream, payload, head: frame(kind, stream, payload, min(head, len(payload))),
+            st.sampled_from([*sorted(KINDS)]),
+            st.sampled_from([0, 1, 2, 3, 7, 2**32 - 1]),
+            st.one_of(
+                st.binary(max_size=30),
+                st.sampled_from(
+                    [
+                        messages.Done().encode(),
+                        messages.Result(parts=[3]).encode(),
+                        messages.Result(parts=[70_000]).encode(),
+                        filled(messages.Log, worker="0", fd=1).encode(),
+                        filled(messages.Exited, worker="0").encode(),
+                        COUNT.pack(0),
+                        COUNT.pack(1),
+                        COUNT.pack(2**64 - 1),
+                    ]
+                ),
+            ),
+            st.sampled_from([0, 0, 8, 12, 60]),
+        ),
+    ),
+    max_size=12,
+).map(b"".join)
+
+
+@settings(deadline=None, max_examples=30)
+@given(wire)
+def test_whatever_a_host_says_the_caller_gets_an_answer_or_a_typed_error(said: bytes) -> None:
+    """Random bytes and random frames, valid and not, in any order: no hang, and no exception but ours."""
+    with opened() as (session, puppet, _):
+        found = outcome(session, puppet, said)
+        assert isinstance(found, (messages.Message, sky.SkyfabError)), repr(found)

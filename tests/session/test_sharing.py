@@ -307,7 +307,7 @@ LOCKS = {
 }
 
 
-@pytest.mark.parametrize("locks", [pytest.param("of each host's own", marks=pytest.mark.soak), "not at all"])
+@pytest.mark.parametrize("locks", LOCKS)
 @pytest.mark.slow
 def test_a_shared_cache_without_locks_between_hosts_is_built_all_the_same(
     pair: Lab, hosts: Callable[..., list[sky.Host]], common: str, index: Index, locks: str
@@ -411,6 +411,22 @@ def test_clocks_that_are_hours_apart_do_not_matter(
             assert _hours(other) == [5, -7]
     for there in pair.hosts:
         assert half_made(there.path("/home/timely/.cache/skyfab")) == []
+
+
+def test_a_host_whose_clock_changes_while_a_pool_is_open(
+    hosts: Callable[..., list[sky.Host]], clocks: Callable[..., None]
+) -> None:
+    """Set right by hours: the next pool lives at another time than the one that is open."""
+    clocks("+9h", "+0h")
+    first = hosts(user="timely")[:1]
+    with pool(first, lease=600) as early:
+        assert _hours(early) == [9]
+        clocks("-9h", "+0h")
+        with pool(first) as late:
+            assert (_hours(early), _hours(late)) == ([9], [-9])
+            gc(first[0], 0)
+            assert (_hours(early), _hours(late)) == ([9], [-9])
+        assert _hours(early) == [9]
 
 
 def test_hosts_with_one_cache_may_disagree_about_the_time(

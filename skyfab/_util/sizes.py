@@ -25,11 +25,13 @@ def counted(count: int, noun: str, nouns: str = "") -> str:
 
 
 def progress(done: int, total: int) -> str:
-    """How many bytes of a total are done, in the unit of the total.
+    """How many bytes of a total are done, in the unit of the total, which is 0 if it is not known.
 
-    >>> progress(0, 12), progress(61_400_000, 155_000_000), progress(400_000, 4_200_000)
-    ('0 of 12 bytes', '61 of 155 MB', '0.4 of 4.2 MB')
+    >>> progress(0, 12), progress(61_400_000, 155_000_000), progress(400_000, 4_200_000), progress(61_400_000, 0)
+    ('0 of 12 bytes', '61 of 155 MB', '0.4 of 4.2 MB', '61 MB')
     """
+    if not total:
+        return readable(done)
     _, scale = _unit(total)
     return f"{done if scale == 1 else _number(done / scale)} of {readable(total)}"
 

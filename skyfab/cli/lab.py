@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 import threading
 from typing import Annotated, Final
 
 from skyfab._util.hints import HINTS
+from skyfab._util.sizes import readable
 from skyfab.cli import report
 from skyfab.cli.command import Json, Option, command
 
 _PATIENCE: Final = 5.0
-"""Seconds after which a line says why it takes long."""
+"""Seconds between lines that say why it takes long."""
 
 
 @command
@@ -53,16 +55,26 @@ def lab_down() -> None:
 
         skyfab lab.down
     """
-    from skyfab import lab
+    from skyfab.lab.persistent import find
 
-    text = "removing the hosts and their files; that can take minutes"
-    later = threading.Timer(_PATIENCE, print, [text], {"file": sys.stderr})
-    later.start()
+    lab = find()
+    if lab is None:
+        print("no lab was up", file=sys.stderr)
+        return
+    beside, ended = lab.folder.parent, threading.Event()
+    free = shutil.disk_usage(beside).free
+
+    def tell() -> None:
+        while not ended.wait(_PATIENCE):
+            freed = max(0, shutil.disk_usage(beside).free - free)
+            print(f"removing the hosts and their files: {readable(freed)} so far", file=sys.stderr)
+
+    threading.Thread(target=tell, daemon=True).start()
     try:
-        found = lab.down()
+        lab.stop()
     finally:
-        later.cancel()
-    print("the lab is down" if found else "no lab was up", file=sys.stderr)
+        ended.set()
+    print("the lab is down", file=sys.stderr)
 
 
 @command

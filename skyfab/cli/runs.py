@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from skyfab._util.hints import HINTS
@@ -42,34 +42,47 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
     """
     from skyfab.inventory.inventory import used_last
 
-    known, found, errors = _survey(hosts, inventory, quiet=json_)
+    known, found, errors = _survey(hosts, inventory, None if json_ else show_runs)
     if json_:
         report.print_json([facts_of(run) for run in found])
-    elif found:
-        show_runs(found)
-    elif not errors:
+    elif not found and not errors:
         other = shlex.quote(used_last(known) or "FILE")
         print(HINTS.adapted(f"no runs found; for other hosts: skyfab runs --inventory={other}"), file=sys.stderr)
     return report.print_errors(errors)
 
 
 def _survey(
-    hosts: str | None, inventory: str | None, *, quiet: bool = False
+    hosts: str | None, inventory: str | None, show: Callable[[Sequence[Run]], None] | None
 ) -> tuple[Inventory, list[Run], list[SkyfabError]]:
-    """The inventory, the runs on its hosts and this machine, and the errors of hosts that do not answer."""
+    """The inventory, the runs on its hosts and this machine, and the errors of hosts that do not answer.
+
+    `show` is called with the runs; with those that are known first, if some hosts take long.
+    """
     from skyfab.cli.host_selection import selected
     from skyfab.detached.run import survey
     from skyfab.session.ask import Asker
 
-    known, chosen = selected(hosts, inventory, quiet=quiet, here=True)
+    known, chosen = selected(hosts, inventory, quiet=show is None, here=True)
+    shown: dict[str, list[str]] = {}
     with Asker(chosen, known) as asker:
-        return known, *survey(asker)
+        asker.soon = show is not None
+        found, errors = survey(asker)
+        if errors and show is not None:
+            show(found)
+            shown = {run.id: run.silent for run in found}
+            asker.soon = False
+            found, errors = survey(asker)
+    if show is not None:
+        show([run for run in found if shown.get(run.id) != run.silent])
+    return known, found, errors
 
 
 def show_runs(found: Sequence[Run]) -> None:
-    """Prints a table of runs."""
+    """Prints a table of runs, if there are any."""
     from skyfab.ui.table import table
 
+    if not found:
+        return
     head = ("run", "state", "started", "ranks", "GPUs", "hosts", "name", "last line")
     table(head, [_row(run) for run in found], right=("ranks",), optional=("GPUs", "ranks", "started", "hosts"))
 
@@ -141,7 +154,7 @@ def logs(
 
     begin = _age(since)
     try:
-        with attached(id_, hosts, inventory=inventory, soon=follow) as found:
+        with attached(id_, hosts, inventory=inventory, soon=True) as found:
             _print(found, timestamps=timestamps, follow=follow, rank=rank, tail=tail, since=begin)
     except KeyboardInterrupt:
         if not follow:
@@ -272,7 +285,7 @@ def stop(
     if all_ == bool(id_):
         raise UsageError("expected the ID or name of a run, or --all", hint="to list runs: skyfab runs")
     for name in id_:
-        with attached(name, hosts, inventory=inventory) as found:
+        with attached(name, hosts, inventory=inventory, soon=True) as found:
             _stop(found)
     return _stop_all(hosts, inventory, yes=yes) if all_ else 0
 
@@ -292,16 +305,17 @@ def _stop(run: Run) -> None:
 def _stop_all(hosts: str | None, inventory: str | None, *, yes: bool) -> int:
     from skyfab.ui.prompt import answer
 
-    _, found, errors = _survey(hosts, inventory)
-    running = [run for run in found if run.state == "running"]
-    if running:
-        show_runs(running)
-        question = f"stop {counted(len(running), 'run')}? [y/N] "
+    def running(found: Sequence[Run]) -> list[Run]:
+        return [run for run in found if run.state == "running"]
+
+    _, found, errors = _survey(hosts, inventory, lambda found: show_runs(running(found)))
+    if found := running(found):
+        question = f"stop {counted(len(found), 'run')}? [y/N] "
         if not yes and answer(question, "add --yes").lower() not in ("y", "yes"):
             return 1
     elif not errors:
         print("no runs are running", file=sys.stderr)
-    for run in running:
+    for run in found:
         try:
             _stop(run)
         except SkyfabError as error:  # the others are stopped all the same

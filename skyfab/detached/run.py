@@ -212,7 +212,7 @@ class Run(ShownAsTable):
             has = "one rank, 0" if self.world_size == 1 else f"ranks 0 to {self.world_size - 1}"
             raise UsageError(f"run {self.id[:8]} has no rank {rank}: it has {has}")
         with self._asker_of_all(trouble=trouble if follow else None) as asker:
-            asker.soon = follow
+            asker.soon = follow or self.asker is not None  # a command, which shows what is known
             reader = LogReader(asker, self.id, started=self.started, rank=rank, tail=tail, since=since)
             reported: set[tuple[str, int]] = set()
             while True:

@@ -111,10 +111,11 @@ def fetch(wheels: Sequence[Wheel], *, progress: Callable[[int, int], None] | Non
     """Downloads wheels to the cache folder of this machine, four at a time; returns sha256 → file.
 
     Files that are there already are not downloaded again. `progress` is called with the bytes received and the expected
-    total, if sizes are known, from several threads but one at a time. Raises FetchError.
+    total, 0 if a size is not known, from several threads but one at a time. Raises FetchError.
     """
     once = {wheel.sha256: wheel for wheel in wheels}
-    count = _Progress(progress, sum(wheel.size or 0 for wheel in once.values()))
+    is_known = all(wheel.size is not None for wheel in once.values())
+    count = _Progress(progress, sum(wheel.size or 0 for wheel in once.values()) if is_known else 0)
     source = _Source(wheels)
     with ThreadPoolExecutor(4, thread_name_prefix="skyfab-fetch") as threads:
         jobs = {sha256: threads.submit(_one, wheel, source, count) for sha256, wheel in once.items()}
@@ -214,7 +215,7 @@ class _Progress:
         with self._lock:
             self.done += count
             if self._tell and count:
-                self._tell(self.done, max(self._total, self.done))
+                self._tell(self.done, self._total and max(self._total, self.done))
 
 
 class _Source:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from stage.projects import inventory, skyfab
@@ -98,6 +101,31 @@ def test_a_run_that_only_a_slow_host_has_is_waited_for(
     threading.Timer(4, end).start()
     with attached("only", hosts, inventory=None, soon=True) as found:
         assert (found.id, found.silent) == (run.id, [])
+
+
+@pytest.mark.parametrize("words", [["runs"], ["logs", "count"], ["stop", "count"], ["stop", "--all", "--yes"]])
+def test_commands_show_what_is_known_while_a_login_hangs(
+    counting: sky.Run,
+    hosts: list[sky.Host],
+    spot: Spot,
+    hang: Callable[[], Callable[[], None]],
+    words: list[str],
+    tmp_path: Path,
+) -> None:
+    listed = inventory(tmp_path / "inventory.toml", list(hosts))
+    environ = {**os.environ, "SKYFAB_INVENTORY": str(listed), "PYTHONUNBUFFERED": "1"}
+    end = hang()
+    argv = [sys.executable, "-m", "skyfab", *words, "--hosts=node1,node2"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    with subprocess.Popen(argv, cwd=tmp_path, env=environ, **pipes) as command:
+        assert command.stdout is not None
+        known = {"runs": "no response: node2", "logs": "first of 0", "stop": "node2"}[words[0]]
+        seen = next(line for line in command.stdout if known in line)
+        assert "first of 1" not in seen
+        end()
+        rest = command.stdout.read()
+    assert command.returncode == 0, rest
+    assert {"runs": "node1, node2  count", "logs": "first of 1", "stop": "stopped  count"}[words[0]] in rest
 
 
 Ran = Callable[..., subprocess.CompletedProcess[str]]

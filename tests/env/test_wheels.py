@@ -22,6 +22,7 @@ from skyfab._util.cache import cache_folder
 from skyfab.env import wheels
 from skyfab.env.facts import Target
 from skyfab.env.wheels import FetchError, Wheel, fetch
+from skyfab.ui.events import Moved
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +83,14 @@ def test_progress_is_reported_until_all_is_there(index: Index) -> None:
         fetch(some, progress=lambda done, of: reported.append((done, of)))  # noqa: B023 - called before the next round
         assert reported[-1] == (total, total)
         assert reported == sorted(reported)
+
+
+def test_without_a_size_no_total_is_reported(index: Index) -> None:
+    some = [served(index, "app"), replace(served(index, "sizeless"), size=None)]
+    reported: list[tuple[int, int]] = []
+    fetch(some, progress=lambda done, of: reported.append((done, of)))
+    assert {of for _, of in reported} == {0}
+    assert str(Moved(host="node1", what="fetching", done=61_400_000, total=0)) == "node1: fetching 61 MB"
 
 
 def test_files_of_this_machine_are_copied(tmp_path: Path) -> None:

@@ -35,8 +35,8 @@ was meant for the main thread, which then does not wake up for its handler."""
 
 _SOON: Final = 0.001
 """Seconds after which a signal comes again whose handler must not raise."""
-_finalizers: Final[set[CodeType]] = set()
-"""The functions that `finalizer` has marked."""
+_marked: Final[set[CodeType]] = set()
+"""The functions that `without_signals` has marked."""
 
 
 class SignalCame(BaseException):
@@ -52,9 +52,8 @@ class SignalGuard:
         self._missed: dict[int, tuple[Handler, FrameType | None]] = {}
         """The signals that came inside a block, each with its handler."""
         self._is_polling = False
-        self.fatal: list[Callable[[FrameType | None], bool]] = [_is_in_finalizer]
-        """Whether an exception that a handler raises now would end the process, or be lost. The frame is the one
-        interrupted."""
+        self.held: list[Any] = []
+        """While it has an item, signals wait as in functions that are marked with `without_signals`."""
         self._users = 0
         self._seen: list[Any] = []
         """The handlers of all signals, as they were when last wrapped."""
@@ -139,7 +138,7 @@ class SignalGuard:
 
     def handle(self, handler: Handler, number: int, frame: FrameType | None) -> None:
         """A signal came."""
-        if any(is_fatal(frame) for is_fatal in self.fatal):
+        if self.held or any(found.f_code in _marked for found, _ in traceback.walk_stack(frame) if frame):
             try:
                 _thread.start_new_thread(_send_again, (number,))
             except RuntimeError:  # no more threads: it is delivered at the end of the next block
@@ -159,14 +158,10 @@ class SignalGuard:
             self.handle(handler, number, frame)
 
 
-def finalizer(function: F) -> F:
-    """Marks a function that the garbage collector calls: signals wait for its end. Python ignores what it raises."""
-    _finalizers.add(function.__code__)
+def without_signals(function: F) -> F:
+    """Marks a function for whose end signals wait: what a handler raises in it would be lost, or end the process."""
+    _marked.add(function.__code__)
     return function
-
-
-def _is_in_finalizer(frame: FrameType | None) -> bool:
-    return any(found.f_code in _finalizers for found, _ in traceback.walk_stack(frame) if frame)
 
 
 def _send_again(number: int) -> None:
@@ -197,7 +192,7 @@ def is_from_handler(error: BaseException) -> bool:
 class GuardedCondition:
     """A condition whose lock the main thread holds only in a block of SIGNAL_GUARD; handlers run while it waits.
 
-    One of Python's own stays locked if a handler raises in one of its methods: then whoever notifies waits for ever.
+    One of Python's own stays locked if a handler raises in one of its methods: then others wait forever.
     """
 
     def __init__(self) -> None:

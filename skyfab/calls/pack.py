@@ -12,12 +12,12 @@ import itertools
 import linecache
 import sys
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 from skyfab._util.signals import is_from_handler
-from skyfab.calls.call import Call, Function
+from skyfab.calls.call import BY_VALUE, Call, Function
 from skyfab.calls.stream import PACKING, Stream, streamed
 from skyfab.errors import NotPicklable, UsageError
 from skyfab.protocol import codec, messages
@@ -82,7 +82,7 @@ def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = (), *
     try:
         payload = codec.dumps(plugins, then=[(function if by_name else fn, by_name, sources_of(function), each)])
     except Exception as error:
-        if is_from_handler(error):
+        if is_from_handler(error) or isinstance(error, NotPicklable):
             raise
         raise NotPicklable(f"{function.label} cannot be pickled: {error}", hint=_culprit(fn)) from error
     packed = PackedFunction(_digest(payload), payload)
@@ -194,10 +194,15 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(dict.fromkeys(itertools.chain(code.co_names, *inner)))
 
 
-def sources_of(function: Function[..., Any]) -> dict[str, str]:
-    """The source file of a function that is pickled by value, for its tracebacks on the host."""
-    code = getattr(function.fn, "__code__", None)
-    if code is None or function.is_importable:
+def sources_of(made: Any) -> dict[str, str]:
+    """The source file of a function or class that is pickled by value, for its tracebacks on the host."""
+    parts: Iterable[Any] = [made]
+    if isinstance(made, Function):
+        parts = () if made.is_importable else [made.fn]
+    elif isinstance(made, type):
+        parts = vars(made).values() if made.__module__ in BY_VALUE or "<locals>" in made.__qualname__ else ()
+    code = next((part.__code__ for part in parts if hasattr(part, "__code__")), None)
+    if code is None:
         return {}
     text = "".join(linecache.getlines(code.co_filename))
     return {code.co_filename: text} if 0 < len(text) < _SOURCE else {}

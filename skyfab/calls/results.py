@@ -77,7 +77,7 @@ def deliver(
         value = unpack(message, buffers, **about)
     except Exception as error:
         to(None, error)
-    except BaseException as error:  # raised by unpickling the result, or by a signal handler of the program
+    except BaseException as error:  # raised by a signal handler of the program
         to(None, not_unpickled(error, host=about["host"], rank=about["rank"], label=about["label"]))
         raise
     else:
@@ -93,7 +93,7 @@ def unpickle(
         raise UntrustedResult(f"the result of {label} is a pickle, not plain data", host=host, rank=rank, hint=hint)
     try:
         return codec.loads(data, buffers)
-    except Exception as error:
+    except BaseException as error:  # also SystemExit: unpickling calls what the result's class says
         if is_from_handler(error):
             raise
         raise not_unpickled(error, host=host, rank=rank, label=label) from error
@@ -134,7 +134,7 @@ def _exception(
     if buffers and (message.plain or not untrusted):
         try:
             found = _plain_exception(buffers) if message.plain else codec.loads(buffers[0], buffers[1:])
-        except (Exception, SystemExit) as error:  # unpickling calls what the exception's class says
+        except BaseException as error:  # unpickling calls what the exception's class says
             if is_from_handler(error):
                 raise
             found = None

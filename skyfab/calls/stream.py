@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from typing import Any, Final, Generic, TypeVar
 
 from skyfab import context
+from skyfab.errors import NotPicklable
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -56,10 +57,11 @@ PACKING = _Packing()
 
 
 def found_in_call(one: object) -> int:
-    """Records a stream or handle in the arguments that are being packed; returns its number. Else raises TypeError."""
+    """Records a stream or handle in the arguments that are packed now; returns its number. Else raises NotPicklable."""
     found = PACKING.found
     if found is None:
-        raise TypeError(f"{one!r:.80} can only be an argument of a call; to map: [model.f.submit(x) for x in items]")
+        hint = "to map a method of an actor: [model.f.submit(x) for x in items]"
+        raise NotPicklable(f"{one!r:.80} can only be an argument of a call", hint=hint)
     found.append(one)
     return len(found) - 1
 

@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import functools
 import sys
-import traceback
 from collections.abc import Callable
-from types import FrameType
 from typing import Any, Final
 
 import torch
 from torch.utils import backend_registration
 
-from skyfab._util.signals import SIGNAL_GUARD
+from skyfab._util.signals import SIGNAL_GUARD, without_signals
 from skyfab.device import autocast, composite_ops, manual_kernels, patches, sparse, torch_compile, torch_sky
 from skyfab.device.kernels import make_kernel
 from skyfab.device.tensors import TYPE
@@ -48,36 +46,27 @@ _probe: Final = functools.partial(bool)
 """Calling it is a SystemError where Python's error is set, with that error as its cause."""
 
 
-_asked: Final[list[Any]] = []
-"""Has an item between the two steps in which PyTorch asks the guard: it looks up `type_`, and calls what it finds."""
-
-
 class _Guard(torch._C._acc.DeviceGuard):  # type: ignore[misc]
     """PyTorch asks it several times for each operation, and the process ends if anything is raised meanwhile.
 
-    Signals wait for that reason (`_is_asked`). It is also asked while what a hook has raised ends a backward. Python's
-    error is still set then. Returning with it would end the process, so it is taken away, and raised again when the
-    backward has ended.
+    It looks up `type_`, converts a string, which handles signals, and calls what it has found: signals wait until then.
+    It is also asked while what a hook has raised ends a backward. Python's error is still set then. Returning with it
+    would end the process, so it is taken away, and raised again when the backward has ended.
     """
 
     @property
+    @without_signals
     def type_(self) -> Any:
         try:
             _probe()
         except SystemError as error:
             patches.raised.error = error.__cause__
-        _asked.append(_PRIVATE)
+        SIGNAL_GUARD.held.append(_PRIVATE)
         return _answer
 
 
-_answer: Final = functools.partial(_asked.pop)
+_answer: Final = functools.partial(SIGNAL_GUARD.held.pop)
 """Not a function in Python: a signal handler cannot interrupt it."""
-_code: Final = _Guard.type_.fget.__code__  # type: ignore[attr-defined]
-
-
-def _is_asked(frame: FrameType | None) -> bool:
-    """Whether PyTorch is asking the guard. Between both steps it converts a string, which handles signals."""
-    return bool(_asked) or any(found.f_code is _code for found, _ in traceback.walk_stack(frame) if frame)
 
 
 def is_registered() -> bool:
@@ -109,7 +98,6 @@ def register() -> None:
             "work, but backward() over them does not: to train on them, use another process.",
             file=sys.stderr,
         )
-    SIGNAL_GUARD.fatal.append(_is_asked)
     SIGNAL_GUARD.watch()  # for good: PyTorch asks the guard in every backward, also without remote tensors
     _setup(TYPE, backend_module=torch_sky, device_guard=_Guard())
     torch.autograd.set_multithreading_enabled(False)

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import secrets
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from skyfab._util.certificate import new_certificate
@@ -29,32 +29,53 @@ _CLOSING: Final = 5.0
 """Seconds for all hosts to end Dask regularly; then its processes are killed."""
 
 
-@contextmanager
-def cluster(
-    pool: Any, nodes: Sequence[Any], addresses: Sequence[str], *, workers: int | None, threads: int | None
-) -> Iterator[distributed.Client]:
-    """A client of new workers on `nodes`, which connect to each other at `addresses`. See `Compute.dask`.
+class DaskCluster(AbstractContextManager["distributed.Client"]):
+    """Dask on the hosts of a pool, for one ``with`` block at a time. See `Compute.dask`."""
 
-    Raises HostUnfit if Dask is not installed on a host, UsageError if it is not on this machine.
-    """
-    for option, count in (("workers", workers), ("threads", threads)):
-        if count is not None and (type(count) is not int or count < 1):
-            raise UsageError(f"invalid {option}={count!r}: expected 1 or more")
-    certificate, key = _certificate()
-    pool.events.emit(Notice(host=nodes[0].name, text=f"starting Dask on {counted(len(nodes), 'host')}"))
-    head, secret = nodes[0], secrets.token_urlsafe(16)
-    with ExitStack() as stack, ThreadPoolExecutor(len(nodes), "skyfab-dask") as several:
+    def __init__(
+        self, pool: Any, nodes: Sequence[Any], addresses: Sequence[str], *, workers: int | None, threads: int | None
+    ) -> None:
+        """The workers on `nodes` connect to each other at `addresses`. Raises UsageError."""
+        for option, count in (("workers", workers), ("threads", threads)):
+            if count is not None and (type(count) is not int or count < 1):
+                raise UsageError(f"invalid {option}={count!r}: expected 1 or more")
+        self._pool, self._nodes, self._addresses = pool, nodes, addresses
+        self._counts = workers, threads
+        self._running: ExitStack | None = None
+
+    def __enter__(self) -> distributed.Client:
+        """Raises HostUnfit if Dask is not installed on a host, UsageError if it is not on this machine."""
+        if self._running is not None:
+            raise UsageError("this Dask already runs", hint="compute.dask() starts another one")
+        with ExitStack() as stack, ThreadPoolExecutor(len(self._nodes), "skyfab-dask") as several:
+            client = self._start(stack, several)
+            self._running = stack.pop_all()
+        return client
+
+    def __exit__(self, *_: object) -> None:
+        running, self._running = self._running, None
+        if running is not None:
+            running.close()
+
+    def _start(self, stack: ExitStack, several: ThreadPoolExecutor) -> distributed.Client:
+        pool, nodes = self._pool, self._nodes
+        made = new_certificate()
+        if made is None:
+            raise UsageError("compute.dask() needs cryptography on this machine", hint="pip install cryptography")
+        certificate, key = made
+        pool.events.emit(Notice(host=nodes[0].name, text=f"starting Dask on {counted(len(nodes), 'host')}"))
+        head, secret = nodes[0], secrets.token_urlsafe(16)
 
         def start(node: Any, address: str) -> Any:
             return stack.enter_context(pool.actor(DaskHost, address, certificate, key, on=node.name))
 
-        starting = [several.submit(start, *each) for each in zip(nodes, addresses, strict=True)]
+        starting = [several.submit(start, *each) for each in zip(nodes, self._addresses, strict=True)]
         dask, distributed = _import()
         hosts = [one.result() for one in starting]
         stack.callback(_stop, hosts)
         scheduler, dashboard = hosts[0].schedule(secret)
         joining = [
-            host.join.submit(scheduler, node.name, node.gpus, workers, threads)
+            host.join.submit(scheduler, node.name, node.gpus, *self._counts)
             for host, node in zip(hosts, nodes, strict=True)
         ]
         ports = (scheduler.removeprefix("tls://"), f"{LOOPBACK}:{dashboard}")
@@ -72,7 +93,7 @@ def cluster(
             raise HostUnfit(f"cannot connect to Dask's scheduler: {error}", host=head.name, hint=hint) from error
         client.wait_for_workers(sum(one.result() for one in joining))
         pool.events.emit(Notice(host=head.name, text=f"Dask's dashboard: {url}"))
-        yield client
+        return client
 
 
 def _import() -> tuple[Any, Any]:
@@ -83,15 +104,6 @@ def _import() -> tuple[Any, Any]:
         hint = "this program needs it too: uv pip install dask distributed"
         raise UsageError(f"Dask is not installed on this machine: {error}", hint=hint) from None
     return dask, distributed
-
-
-def _certificate() -> tuple[str, str]:
-    made = new_certificate()
-    if made is None:
-        raise UsageError(
-            "compute.dask() needs the package cryptography on this machine", hint="pip install cryptography"
-        )
-    return made
 
 
 def _close(client: distributed.Client) -> None:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
 from skyfab.calls.call import Call, as_function
-from skyfab.errors import HostLost, UsageError
+from skyfab.errors import CallCancelled, HostLost, UsageError
 
 R = TypeVar("R")
 
@@ -94,29 +94,22 @@ class PoolExecutor(futures.Executor):
         """Has the pool run a call, and waits for it. On a thread of the executor."""
         if future.set_running_or_notify_cancel():
             try:
-                given: Future[Any] = self._pool.submit(call)
-            except Exception as error:  # it cannot be pickled, or the pool is closed
-                given = Future()
-                given.set_exception(error)
-            self._given[future] = given
-            if self._is_stopped:
-                given.cancel()
-            problem = self._error_of(given)
-            if problem is None:
+                given = self._given[future] = self._pool.submit(call)
+                if self._is_stopped:
+                    given.cancel()
                 future.set_result(given.result())
-            else:
-                future.set_exception(problem)
+            except BaseException as error:  # without its frames, which refer to the arguments
+                future.set_exception(self._translated(error).with_traceback(None))
         del self._given[future]
 
-    def _error_of(self, given: Future[Any]) -> BaseException | None:
-        """Waits until it is done; returns what it raises."""
-        try:
-            error = given.exception()
-        except futures.CancelledError as cancelled:
-            error = cancelled
+    def _translated(self, error: BaseException) -> BaseException:
+        """The exception that programs expect of an executor."""
+        if isinstance(error, CallCancelled):  # the pool was closed
+            return futures.CancelledError(str(error))
         if isinstance(error, HostLost) and all(node.lost is not None for node in self._pool.hosts):
-            cause, error = error, futures.BrokenExecutor(f"every host of the pool is lost: {error}")
-            error.__cause__ = cause
+            broken = futures.BrokenExecutor(f"every host of the pool is lost: {error}")
+            broken.__cause__ = error
+            return broken
         return error
 
 

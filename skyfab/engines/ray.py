@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -94,7 +95,7 @@ class RayCluster:
 
         @running.push
         def end(kind: type[BaseException] | None, *_: object) -> None:
-            _each(_stop if kind is None else _kill, list(actors.values()))
+            _each(functools.partial(_end, regularly=kind is None), list(actors.values()))
 
         def make(node: Any) -> None:
             actors[node] = self._pool.actor(RayNode, node.name, on=node.name)
@@ -128,12 +129,7 @@ def _each(action: Callable[[Any], object], items: Sequence[Any]) -> None:
     results_of(for_each_host(action, items))
 
 
-def _kill(actor: Any) -> None:
-    """Ends the processes of an actor that may still be starting Ray."""
-    with suppress(SkyfabError), actor:
-        pass
-
-
-def _stop(actor: Any) -> None:
+def _end(actor: Any, *, regularly: bool) -> None:
     with suppress(SkyfabError), actor:  # on a lost host, Ray has ended with the agent
-        actor.stop()
+        if regularly:  # else it may still be starting
+            actor.stop()

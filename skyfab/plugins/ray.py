@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -43,6 +43,8 @@ class Ray(Plugin):
             ray = sys.modules.get("ray")
             if self.variables and ray is not None:
                 ray.shutdown()  # each call is its own driver: the next one may call ray.init() too
+                with suppress(KeyError, AttributeError):  # the next Ray of this pool has another token
+                    sys.modules["ray._raylet"].AuthenticationTokenLoader.instance().reset_cache()
             for name in self.variables:
                 os.environ.pop(name, None)
 

@@ -163,7 +163,8 @@ class Actor:
         self._restarts -= 1  # not before: if its host is away, none is made
 
     def lost(self, why: str) -> ActorLost:
-        hint: str | None = "its state is lost; compute.actor(…, restarts=N) creates the object again"
+        how = "the next call" if self._restarts else "up to N times, compute.actor(…, restarts=N)"
+        hint: str | None = f"its state is lost; {how} creates the object again"
         if self.is_closed:
             why, hint = "this program has ended it, or its pool", None
         return ActorLost(f"the actor {self.label} is lost: {why}", host=self.node.name, hint=hint)
@@ -183,7 +184,7 @@ class Actor:
                 self._send(packed, reply)
             try:
                 return self._wait(packed.label, reply, f"while the pool is open, {packed.label} continues")
-            except HostLost as error:
+            except (HostLost, CallCancelled) as error:
                 raise self.lost(f"its host is lost: {error.message}") from error
 
     def _wait(self, label: str, reply: Reply, interrupted: str) -> Any:
@@ -348,7 +349,7 @@ class _Group(Reply):
             self._deliver(one, *reply)
 
     def failed(self, error: Exception) -> None:
-        if isinstance(error, HostLost):
+        if isinstance(error, (HostLost, CallCancelled)):
             error = self._actor.lost(f"its host is lost: {error.message}")
         self._actor.answered(self._calls[0].method, self._began, None, 1)
         for one in self._calls:
@@ -360,7 +361,7 @@ class _Group(Reply):
 
     def _settle(self, one: _Submitted, result: Any, error: Exception | None) -> None:
         if self.conversation is not None:
-            self.conversation.end(error)
+            self.conversation.future.settle(None, error)
         one.future.settle(result, error)
 
 
@@ -382,5 +383,5 @@ def _reply(found: Any) -> tuple[messages.Message, list[memoryview]]:
     """One of several outcomes, as the reply that a separate call would have had."""
     if type(found) is tuple:
         return messages.Result(parts=()), [memoryview(part) for part in found]
-    kind, text, trace, *parts = found
-    return messages.Raised(parts=(), kind=kind, text=text, traceback=trace), [memoryview(part) for part in parts]
+    head, *parts = found
+    return messages.decode(head), [memoryview(part) for part in parts]

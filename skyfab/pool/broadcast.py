@@ -11,13 +11,7 @@ from typing import Any, Final, Literal
 
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.results import deliver, in_order
-from skyfab.errors import (
-    HostLost,
-    ProtocolError,
-    RemoteTraceback,
-    SkyfabError,
-    broadcast_error,
-)
+from skyfab.errors import CallCancelled, HostLost, ProtocolError, RemoteTraceback, SkyfabError, broadcast_error
 from skyfab.pool.feeds import converse
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.gang import Gang, Member
@@ -160,7 +154,7 @@ class Broadcast:
                 self._timer.daemon = True
                 self._timer.start()
         if self.conversations:
-            self.conversations[member.rank].end(error)
+            self.conversations[member.rank].future.settle(None, error)
         if done:
             self._finish()
 
@@ -205,7 +199,9 @@ class Broadcast:
     def _finish(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._failures:
+        if self._failures and all(isinstance(one, CallCancelled) and one.__cause__ is None for one in self._failures):
+            self.end(None, self._failures[0])  # the pool was closed
+        elif self._failures:
             _fold(self._failures)
             self.end(None, broadcast_error(self.call.label, self._failures, self._results))
         elif self._min_hosts is None:

@@ -14,7 +14,7 @@ from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, ParamSpec, TypeVar, overload
 
 from skyfab._util.html import ShownAsTable
-from skyfab._util.signals import SIGNAL_GUARD, finalizer
+from skyfab._util.signals import SIGNAL_GUARD, without_signals
 from skyfab.calls import nesting
 from skyfab.calls.call import (
     Call,
@@ -29,7 +29,7 @@ from skyfab.calls.call import (
     not_a_function,
 )
 from skyfab.calls.image import Image
-from skyfab.calls.pack import PackedCall, collect, pack_function, pack_streams
+from skyfab.calls.pack import PackedCall, collect, pack_function, pack_streams, sources_of
 from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
 from skyfab.calls.stream import Stream
@@ -529,7 +529,8 @@ class Compute(ShownAsTable):
         self._check_open()
         nodes = self.hosts if on == "one" else [named(self.hosts, on)]
         limits = Limits(gpus=gpus, concurrency=concurrency, restarts=restarts)
-        return self._actors.make(Function(construct)(kind, args, kwargs), nodes, self._sync_tree, limits)
+        made = Function(construct)(kind, args, kwargs, sources=sources_of(kind))
+        return self._actors.make(made, nodes, self._sync_tree, limits)
 
     def executor(self, gpus: int = 0) -> PoolExecutor:
         """The pool as a `concurrent.futures.Executor`, with all slots of all hosts (docs/engines.md).
@@ -553,10 +554,10 @@ class Compute(ShownAsTable):
         self._check_open()
         if self._results == "data":
             raise UsageError("compute.dask() unpickles what hosts send", hint='use Compute(results="any")')
-        from skyfab.engines.dask import cluster
+        from skyfab.engines.dask import DaskCluster
 
         nodes = [node for node in self.hosts if node.lost is None] or self.hosts
-        return cluster(self, nodes, peer_addresses(nodes), workers=workers, threads=threads)
+        return DaskCluster(self, nodes, peer_addresses(nodes), workers=workers, threads=threads)
 
     def put(self, obj: T) -> Ref[T]:
         """Returns a reference to pass to calls instead of `obj`, which is then sent to each host only once.
@@ -651,7 +652,7 @@ class Compute(ShownAsTable):
         """Syncs the project's files to every host; returns the tree's digest."""
         return self._sync.digest(self._scheduler.use_tree)
 
-    @finalizer
+    @without_signals
     def __del__(self) -> None:
         """Closes it on a new thread: the garbage collector may run on any thread, with any lock held."""
         if getattr(self, "_open", False) and not sys.is_finalizing():

@@ -6,6 +6,7 @@ import threading
 import traceback
 from collections import deque
 from collections.abc import Sequence
+from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any
 
@@ -85,7 +86,7 @@ class Feed:
                 self._send(given)
         self.producer.advance()
 
-    def stop(self) -> None:
+    def stop(self, _: object) -> None:
         """The call has ended."""
         with self._changed:
             self.has_ended = True
@@ -151,6 +152,7 @@ def converse(call: PackedCall, futures: Sequence[CallFuture], *, untrusted: bool
             continue
         feeds = [Feed(conversation, number) for conversation in made]
         for conversation, feed in zip(made, feeds, strict=True):
-            conversation.feeds.append(feed)
+            conversation.on_begin.append(feed.begin)
+            Future.add_done_callback(conversation.future, feed.stop)
         Producer(stream, feeds)
     return made

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from skyfab._util.signals import finalizer
+from skyfab._util.signals import without_signals
 from skyfab._util.suggest import nearest
 from skyfab.calls.call import Call
 from skyfab.calls.pack import PackedCall, pack_function
@@ -21,7 +21,7 @@ from skyfab.host.agent.actors import Methods, RemoteHandle
 from skyfab.pool.actor import INVOKE, Actor, Common, Limits, pack_named
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Node, WorkerSpec
-from skyfab.pool.streams import RemoteIterator
+from skyfab.pool.streams import RemoteIterator, exchange
 from skyfab.protocol import codec, messages
 from skyfab.session.replies import Reply
 from skyfab.ui.events import Events
@@ -50,6 +50,9 @@ class Method:
         future = self._actor.submit(self._name, INVOKE(self._name, *args, **kwargs))
         future.pool = self._handle
         return future
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._handle, self._name)
 
     def __repr__(self) -> str:
         return f"<method {self._name} of the actor {self._actor.label}>"
@@ -88,12 +91,11 @@ class Handle(Methods):
         return f"<actor {self._actor.label} on {self._actor.node.name}>"
 
 
-@finalizer
+@without_signals
 def _drop(actor: Actor) -> None:
     """Ends it on a new thread: the garbage collector may run on any thread, with any lock held."""
-    if actor.is_shared or actor.is_closed:
-        return
-    threading.Thread(target=actor.close, daemon=True).start()
+    if not (actor.is_shared or actor.is_closed):
+        threading.Thread(target=actor.close, daemon=True).start()
 
 
 class Actors:
@@ -117,7 +119,9 @@ class Actors:
         limits.check()
         kind, _, options = made.args
         if not callable(kind):
-            raise TypeError(f"not a class: {kind!r:.80}")
+            model = type(kind).__name__ if type(kind).__module__ != "builtins" else "Model"
+            hint = f"pass the class and its arguments: compute.actor({model}, …)"
+            raise TypeError(f"not a class: {kind!r:.80}; {hint}")
         label = getattr(kind, "__qualname__", repr(kind)).replace("<locals>.", "")
         _check_options(kind, label, options)
         worker = f"actor.{next(self._numbers)}"
@@ -224,13 +228,7 @@ class _Server:
 
     def ask(self) -> None:
         asked = Reply(lambda: self._arrived(asked))
-        with suppress(SkyfabError):  # the host is lost, and the process with it
-            self._exchange("next", asked)
-
-    def _exchange(self, what: str, reply: Reply, parts: Sequence[Any] = (), **about: int) -> None:
-        sizes = tuple(map(len, parts))
-        message = messages.Exchange(worker=self._worker, call=0, what=what, parts=sizes, **about)
-        self._session.send(message, parts, answer=reply.answered, failure=reply.failed)
+        exchange(self._session, self._worker, 0, "next", asked)
 
     def _arrived(self, asked: Reply) -> None:
         """On the thread that reads, which must not wait."""
@@ -245,16 +243,17 @@ class _Server:
 
     def _serve(self, buffers: list[memoryview]) -> None:
         """On a thread of its own."""
-        number, worker, method, about = codec.loads(buffers[0], buffers[1:])
+        load = codec.loader(buffers[0], buffers[1:])
+        number = load()
         try:
+            worker, method, about = load()
             outcome = self._call(number, worker, method, *about) if worker else self._next(method, *about)
             payload = codec.dumps(outcome)
-        except Exception as error:
+        except BaseException as error:  # also SystemExit: the function waits for the reply
             error.__traceback__ = error.__cause__ = None
             payload = codec.dumps(("raised", error))
         parts = [payload.data, *payload.buffers]
-        with suppress(SkyfabError):
-            self._exchange("give", Reply(), parts, number=number, count=1)
+        exchange(self._session, self._worker, 0, "give", Reply(), parts, number=number, count=1)
 
     def _call(self, number: int, worker: str, method: str, args: Any, kwargs: Any) -> tuple[str, Any]:
         actor, call = self._actors.find(worker), INVOKE(method, *args, **kwargs)

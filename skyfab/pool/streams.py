@@ -14,10 +14,11 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Any, Final, Protocol, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
-from skyfab._util.signals import NAP, SIGNAL_GUARD, called, finalizer
+from skyfab._util.signals import NAP, SIGNAL_GUARD, called, without_signals
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.results import unpack_result
 from skyfab.calls.stream import Values
@@ -27,6 +28,7 @@ from skyfab.pool.node import Node
 from skyfab.protocol import messages
 from skyfab.protocol.batches import separated
 from skyfab.session.replies import Reply
+from skyfab.session.session import Session
 
 T_co = TypeVar("T_co", covariant=True)
 
@@ -35,16 +37,6 @@ _CLOSING: Final = 5.0
 _LAST: Final = 2.0
 """Seconds that generators have to end when their pool closes."""
 _READY: Final = messages.Yielded()
-
-
-class Fed(Protocol):
-    """An argument that is a stream."""
-
-    def begin(self) -> None:
-        """The call was sent."""
-
-    def stop(self) -> None:
-        """The call has ended."""
 
 
 class Conversation:
@@ -59,8 +51,8 @@ class Conversation:
         concurrent.futures.Future.add_done_callback(future, lambda _: self._ended())
         self.stop: Callable[[], object] = lambda: None
         """Stops the call, and ends its process."""
-        self.feeds: list[Fed] = []
-        """Its arguments that are streams."""
+        self.on_begin: list[Callable[[], None]] = []
+        """To be called when the call was sent."""
         self._node: Node | None = None
         self._worker = ""
         self._stream = 0
@@ -102,21 +94,15 @@ class Conversation:
             self._node, self._worker, self._stream = node, worker, stream
             self._left = self._call.batch
             self._asked.clear()
-            for feed in self.feeds:
-                feed.begin()
+            for call in self.on_begin:
+                call()
             if self._is_closed:
                 self._send_close()
             if self._ready:
                 self._ask_now()
 
-    def end(self, error: BaseException | None) -> None:
-        """The call has ended."""
-        self.future.settle(None, error)
-
     def _ended(self) -> None:
         self.has_ended = True
-        for feed in self.feeds:
-            feed.stop()
         self._notify()
 
     def _error(self) -> BaseException | None:
@@ -134,18 +120,8 @@ class Conversation:
         self._notify()
 
     def exchange(self, what: str, caller: Reply, parts: Sequence[Any] = (), **about: int) -> None:
-        """Sends an exchange. If the host is lost, `caller` fails immediately."""
         assert self._node is not None
-        sizes = tuple(map(len, parts))
-        message = messages.Exchange(worker=self._worker, call=self._stream, what=what, parts=sizes, **about)
-        try:
-            caller.sent(
-                self._node.session.send(
-                    message, parts, answer=caller.answered, failure=caller.failed, worker=self._worker
-                )
-            )
-        except SkyfabError as error:
-            caller.failed(error)
+        exchange(self._node.session, self._worker, self._stream, what, caller, parts, **about)
 
     # ---- waiting
 
@@ -299,6 +275,17 @@ class Conversation:
             raise error
 
 
+def exchange(
+    session: Session, worker: str, call: int, what: str, caller: Reply, parts: Sequence[Any] = (), **about: int
+) -> None:
+    """Sends an exchange to a call, or to its process (0). If the host is lost, `caller` fails immediately."""
+    message = messages.Exchange(worker=worker, call=call, what=what, parts=tuple(map(len, parts)), **about)
+    try:
+        caller.sent(session.send(message, parts, answer=caller.answered, failure=caller.failed, worker=worker))
+    except SkyfabError as error:
+        caller.failed(error)
+
+
 def end_all(conversations: Sequence[Conversation]) -> None:
     """The pool closes: ends generators, and waits for them for a short time."""
     for conversation in conversations:
@@ -345,7 +332,7 @@ class RemoteIterator(Values[T_co]):
 
         await asyncio.to_thread(self.close)
 
-    @finalizer
+    @without_signals
     def __del__(self) -> None:
         """Closes it on a new thread: the garbage collector may run on any thread, with any lock held."""
         conversation = getattr(self, "conversation", None)
@@ -353,6 +340,9 @@ class RemoteIterator(Values[T_co]):
             return
         if not conversation.has_ended:
             threading.Thread(target=conversation.close, kwargs={"wait": False}, daemon=True).start()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise TypeError(f"{self!r} belongs to this program; sky.stream(…) passes its values on")
 
     def __repr__(self) -> str:
         conversation = self.conversation
@@ -372,31 +362,47 @@ def _stop(error: BaseException, iterators: Sequence[RemoteIterator[Any]]) -> Non
 def merge(*iterators: Values[Any]) -> Iterator[tuple[int, Any]]:
     """Yields ``(rank, value)`` for the values of several generators as they come: ``sky.merge(*(f() @ compute))``.
 
-    `rank` is the position among `iterators`, which ``@`` returns in rank order.
+    `rank` is the position among `iterators`, which ``@`` returns in rank order. Several threads may read.
     """
     for one in iterators:
         if not isinstance(one, RemoteIterator):
-            raise TypeError(f"merge() takes iterators of generators that run on hosts, not {one!r:.80}")
-    return _merged(cast("Sequence[RemoteIterator[Any]]", iterators))
+            hint = "; put * before a list" if isinstance(one, (list, tuple)) else ""
+            raise TypeError(f"merge() takes iterators of generators that run on hosts, not {one!r:.80}{hint}")
+    return _Merged(cast("Sequence[RemoteIterator[Any]]", iterators))
 
 
-def _merged(iterators: Sequence[RemoteIterator[Any]]) -> Iterator[tuple[int, Any]]:
-    ready: SimpleQueue[int] = SimpleQueue()
-    for rank, one in enumerate(iterators):
-        one.conversation.when_ready(functools.partial(ready.put, rank))
-    left = len(iterators)
-    while left:
-        try:
-            rank = ready.get(timeout=NAP)
-        except Empty:
-            continue
-        except BaseException as error:
-            _stop(error, iterators)
-            raise
-        try:
-            value = next(iterators[rank])
-        except StopIteration:
-            left -= 1
-            continue
-        yield rank, value
-        iterators[rank].conversation.when_ready(functools.partial(ready.put, rank))
+class _Merged(Iterator[tuple[int, Any]]):
+    """The values of several generators. Not a generator itself, which only one thread at a time can read."""
+
+    def __init__(self, iterators: Sequence[RemoteIterator[Any]]) -> None:
+        self._iterators = iterators
+        self._left = set(range(len(iterators)))
+        """Ranks that have not ended."""
+        self._used = deque(self._left)
+        """Ranks whose next value nobody waits for: it is not asked for before it is wanted."""
+        self._ready: SimpleQueue[int] = SimpleQueue()
+
+    def __next__(self) -> tuple[int, Any]:
+        while self._left:
+            try:
+                with suppress(IndexError):
+                    while True:
+                        rank = self._used.popleft()
+                        self._iterators[rank].conversation.when_ready(functools.partial(self._ready.put, rank))
+                rank = self._ready.get(timeout=NAP)
+            except Empty:
+                continue
+            except BaseException as error:
+                _stop(error, self._iterators)
+                raise
+            try:
+                value = next(self._iterators[rank])
+            except StopIteration:
+                self._left.discard(rank)
+                continue
+            except BaseException:
+                self._left.clear()
+                raise
+            self._used.append(rank)
+            return rank, value
+        raise StopIteration

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from skyfab._util.signals import SIGNAL_GUARD
-from skyfab.errors import HostLost, SkyfabError
+from skyfab.errors import CallCancelled, HostLost, SkyfabError
 from skyfab.inventory.host import Host
 from skyfab.protocol import VERSION
 from skyfab.protocol.frames import Buffer
@@ -285,7 +285,7 @@ class Connection:
                 self._mux.ping()
                 suspect_after = self.timing.suspect_after
                 if now - max(self._mux.last_received, self._woke) > suspect_after and self.state is State.OPEN:
-                    self._suspect(f"no heartbeat for {suspect_after:g} s")
+                    self._suspect("no heartbeat")
                 self.flush()
             return self._actions()
 
@@ -412,7 +412,7 @@ class Connection:
         lost: HostLost | None = None
         if self.state in LEAVING:
             self._enter(State.CLOSED)
-            error = error or HostLost("the pool is closed", host=self.host)
+            error = error or CallCancelled("the pool was closed", host=self.host)
         else:
             self._enter(State.LOST)
             if self.replies.agent is not None:

@@ -53,13 +53,37 @@ def test_a_broadcast_that_is_detached_keeps_its_own_result_whatever_else_the_poo
         assert isinstance(future.exception(10), sky.SkyfabError)
 
 
-@pytest.mark.parametrize("on", ["one", "all"])
-def test_a_result_that_exits_when_it_is_unpickled_holds_nothing_up(open_pool: OpenPool, on: str) -> None:
+class Maker:
+    def make(self) -> Leaves:
+        return Leaves()
+
+
+def raise_leaving() -> None:
+    error = LookupError()
+    error.why = Leaves()  # type: ignore[attr-defined]
+    raise error
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda pool: sky.function(Leaves)() >> pool,
+        lambda pool: pool.submit(sky.function(Leaves)()).result(170),
+        lambda pool: sky.function(Leaves)() @ pool,
+        lambda pool: pool.map(lambda _: Leaves(), range(3)),
+        lambda pool: next(sky.function(lambda: (yield Leaves()))() >> pool),
+        lambda pool: pool.actor(Maker).make(),
+        lambda pool: pool.actor(Maker).make.submit().result(170),
+        lambda pool: pool.executor().submit(Leaves).result(),
+        lambda pool: sky.function(raise_leaving)() >> pool,
+    ],
+)
+def test_a_result_that_exits_when_it_is_unpickled_is_an_error_of_its_call(
+    open_pool: OpenPool, act: Callable[[sky.Compute], object]
+) -> None:
     pool = open_pool("local", ranks=2)
-    try:
-        pool.submit(sky.function(lambda: Leaves())(), on=on).result(170)
-    except (SystemExit, sky.NotPicklable, sky.BroadcastError):
-        pass  # whichever thread has read it
+    with pytest.raises((sky.NotPicklable, sky.BroadcastError, sky.RemoteError)):
+        act(pool)
     assert sky.function(late)("next", 0) @ pool == ["next", "next"]
     assert sky.function(late)("next", 0) >> pool == "next"
 

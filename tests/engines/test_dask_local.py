@@ -77,6 +77,17 @@ def test_an_exception_in_the_block_ends_it(open_pool: Callable[..., sky.Compute]
     assert sky.function(abs)(-1) >> compute == 1
 
 
+@pytest.mark.slow
+def test_one_object_starts_one_dask_at_a_time(open_pool: Callable[..., sky.Compute]) -> None:
+    dask = open_pool("local").dask()
+    with dask as client:
+        with pytest.raises(sky.UsageError, match="this Dask already runs"), dask:
+            pass
+        assert client.submit(sum, [1, 2]).result() == 3
+    with dask as client:
+        assert client.submit(sum, [1, 2]).result() == 3
+
+
 @pytest.mark.parametrize("options", [{"workers": 0}, {"workers": True}, {"threads": -1}, {"threads": 1.5}])
 def test_invalid_options_are_refused(open_pool: Callable[..., sky.Compute], options: dict[str, Any]) -> None:
     (name,) = options

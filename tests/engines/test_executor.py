@@ -242,9 +242,13 @@ def test_a_pool_that_closes_ends_the_calls_of_its_executor(open_pool: Callable[.
     compute = open_pool("local", slots=2)
     executor = compute.executor()
     futures = [executor.submit(time.sleep, 60) for _ in range(10)]
+    until(lambda: sum(future.running() for future in futures) == 4)
     compute.close()
-    done, left = wait(futures, timeout=60)
-    assert not left and all(future.exception() is not None for future in done)
+    assert not wait(futures, timeout=60).not_done
+    for future in futures[:4]:
+        with pytest.raises(CancelledError, match="closed"):
+            future.result()
+    assert all(isinstance(future.exception(), UsageError) for future in futures[4:])
     assert isinstance(executor.submit(square, 1).exception(), UsageError)
     executor.shutdown()
     with pytest.raises(UsageError, match="not open"):

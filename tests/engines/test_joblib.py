@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
 from pathlib import Path
 from typing import Any
 
@@ -210,7 +211,7 @@ def test_a_pool_that_closes_ends_a_call_of_another_thread(joblib: Any, open_pool
     time.sleep(0.5)
     compute.close()
     thread.join(60)
-    assert not thread.is_alive() and isinstance(errors[0], sky.SkyfabError)
+    assert not thread.is_alive() and isinstance(errors[0], CancelledError)
     with pytest.raises(UsageError, match="not open"):
         parallel(joblib.delayed(square)(each) for each in range(9))
 

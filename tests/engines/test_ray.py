@@ -10,7 +10,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from stage.ray_calls import host_and_address
+from stage.ray_calls import MARK, host_and_address, spread
 from stage.ray_hosts import SMALL, assert_nothing_is_left, needs_ray, of_ray
 
 import skyfab as sky
@@ -55,6 +55,13 @@ def test_it_ends_with_its_block(ray_pool: sky.Compute, lab: Lab) -> None:
         assert node == 0
         assert found is not None
         assert_nothing_is_left(lab)
+
+
+@needs_ray
+def test_a_process_that_has_used_one_can_use_the_next(ray_pool: sky.Compute) -> None:
+    for _ in range(2):
+        with ray_pool.ray(**SMALL):
+            assert ray_pool.submit(spread(2), on="node1").result()[2] == MARK
 
 
 @needs_ray

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from stage.spot import until
 
 import skyfab as sky
 
@@ -76,6 +80,29 @@ def test_a_port_that_is_taken_meanwhile_is_chosen_again(ray_that: Callable[..., 
         name, *ports = address.split("/")
     assert name == "address"
     assert len(set(ports)) == 3
+
+
+def test_ctrl_c_while_it_starts_ends_it(ray_that: Callable[..., sky.Compute], tmp_path: Path) -> None:
+    pool = ray_that("", good=1)
+    begun = tmp_path / "pid"
+    (tmp_path / "ray/scripts/scripts.py").write_text(
+        f"import os, pathlib, time\npathlib.Path({str(begun)!r}).write_text(str(os.getpid()))\ntime.sleep(600)\n"
+    )
+
+    def interrupt() -> None:
+        until(lambda: begun.exists() and begun.read_text())
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt), pool.ray():
+        pass
+    thread.join()
+    until(lambda: not Path(f"/proc/{begun.read_text()}").exists())
+    assert sky.function(len)("free") >> pool == 4
+    (tmp_path / "ray/scripts/scripts.py").write_text(STAND_IN.format(said="", good=1))
+    with pool.ray() as address:
+        assert address.startswith("address/")
 
 
 @pytest.mark.parametrize(("said", "good"), [("no space left", 2), ("it's already occupied", 9)])

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import linecache
 import os
 import queue
 import random
 import signal
+import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -18,6 +20,7 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
+from skyfab.ui import failure
 
 
 class Account:
@@ -59,6 +62,12 @@ class Account:
 
     def lock(self) -> Any:
         return threading.Lock()
+
+    def keep_and_return(self, make: Callable[..., Any], *args: Any) -> Any:
+        return make(*args)
+
+    def leave_if(self, now: bool) -> int:
+        return sys.exit(7) if now else 1
 
 
 @pytest.fixture(scope="module")
@@ -109,12 +118,65 @@ def test_results_that_cannot_be_pickled_are_errors_of_their_calls(compute: sky.C
         assert account.add() == 1
 
 
+class Unsendable:
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error = error
+
+    def __reduce__(self) -> Any:
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+def test_whatever_is_raised_while_a_result_is_pickled_is_an_error_of_its_call(
+    compute: sky.Compute, error: type[BaseException]
+) -> None:
+    with compute.actor(Account, 1) as account:
+        with pytest.raises(sky.NotPicklable, match=f"cannot be pickled: {error.__name__}"):
+            account.keep_and_return(Unsendable, error)
+        futures = [account.keep_and_return.submit(Unsendable, error) for _ in range(20)]
+        futures += [account.add.submit() for _ in range(20)]
+        wait(futures)
+        assert all(isinstance(future.exception(), sky.SkyfabError) for future in futures[:20])
+        assert [future.result() for future in futures[20:]] == list(range(2, 22))
+
+
+def test_an_exit_in_one_of_many_calls_is_its_own(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account:
+        futures = [account.leave_if.submit(number == 30) for number in range(60)]
+        wait(futures)
+        with pytest.raises(sky.WorkerDied, match=r"sys.exit\(7\)"):
+            futures[30].result()
+        assert sum(future.result() for future in futures if future is not futures[30]) == 59
+
+
+def test_tracebacks_have_the_lines_of_a_class_that_hosts_cannot_import(compute: sky.Compute) -> None:
+    source = "class Model:\n    def predict(self):\n        return 1 / 0  # this line\n"
+    linecache.cache["<cell>"] = (len(source), None, source.splitlines(keepends=True), "<cell>")
+    made: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(source, "<cell>", "exec"), made)
+    with compute.actor(made["Model"]) as model, pytest.raises(ZeroDivisionError) as raised:
+        model.predict()
+    assert "return 1 / 0  # this line" in str(raised.value.__cause__)
+
+
+def test_a_method_is_an_argument_and_not_a_function_of_map(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account:
+        assert sky.function(lambda add: add(2))(account.add) >> compute == 2
+        for act in (lambda: compute.map(account.add, [1]), lambda: compute.executor().submit(account.add, 1).result()):
+            with pytest.raises(sky.NotPicklable, match="can only be an argument of a call") as raised:
+                act()
+            assert str(raised.value.hint).endswith("[model.f.submit(x) for x in items]")
+            assert failure.text(raised.value).count("NotPicklable") == 1
+
+
 def test_what_the_constructor_raises_is_raised_here(compute: sky.Compute) -> None:
     with pytest.raises(ValueError, match="no debts") as raised:
         compute.actor(Account, -1)
     assert isinstance(raised.value.__cause__, sky.RemoteTraceback)
-    with pytest.raises(TypeError, match="not a class"):
+    with pytest.raises(TypeError, match=r"not a class: 'Account'; .*: compute.actor\(Model, …\)"):
         compute.actor("Account")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"pass the class and its arguments: compute.actor\(Account, …\)"):
+        compute.actor(Account())  # type: ignore[arg-type]
     with pytest.raises(sky.UsageError, match="restarts"):
         compute.actor(Account, restarts=-1)
 
@@ -142,9 +204,11 @@ def test_an_actor_is_made_again_as_often_as_it_may(compute: sky.Compute) -> None
         assert account.add() == 8
         lost = [account.die.submit(), account.add.submit()]
         wait(lost)
-        assert all(isinstance(future.exception(), sky.ActorLost) for future in lost)
+        for future in lost:
+            with pytest.raises(sky.ActorLost, match="the next call creates the object again"):
+                future.result()
         assert account.add() == 8
-        with pytest.raises(sky.ActorLost):
+        with pytest.raises(sky.ActorLost, match="restarts=N"):
             account.die()
         with pytest.raises(sky.ActorLost):
             account.add()
@@ -238,6 +302,18 @@ class Shop:
 @sky.function
 def add_through(handle: Any, amount: int) -> tuple[Any, Any]:
     return handle.add(amount), handle.add.submit(amount).result()
+
+
+class OnlyThere:
+    """Can be pickled on a host, and not unpickled here."""
+
+    def __reduce__(self) -> Any:
+        return os.stat, ("/missing",)
+
+
+def test_arguments_that_cannot_be_unpickled_here_are_an_error_there(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account, pytest.raises(FileNotFoundError, match="/missing"):
+        sky.function(lambda handle: handle.add(OnlyThere()))(account) >> compute
 
 
 def test_methods_that_yield_and_read_streams(pool: sky.Compute) -> None:

@@ -268,6 +268,30 @@ def test_ctrl_c_while_several_are_read_ends_all(compute: sky.Compute, tmp_path: 
         until(path.exists)
 
 
+def test_several_threads_read_what_is_merged(compute: sky.Compute) -> None:
+    merged = sky.merge(*(count(100) >> compute for _ in range(3)))
+    found: list[tuple[int, int]] = []
+    threads = [threading.Thread(target=lambda: found.extend(merged)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert sorted(found) == [(rank, value) for rank in range(3) for value in range(100)]
+    assert list(merged) == []
+
+
+def test_nothing_is_merged_after_an_error(compute: sky.Compute) -> None:
+    merged = sky.merge(fail_at(1) >> compute, fail_at(1) >> compute)
+    with pytest.raises(LookupError):
+        list(merged)
+    assert list(merged) == []
+
+
+def test_values_are_passed_on_to_another_function(compute: sky.Compute) -> None:
+    assert total(count(50) >> compute) >> compute == sum(range(50))
+    assert sky.function(sum)(sky.stream(count(50) >> compute)) >> compute == sum(range(50))
+
+
 def test_generators_end_with_their_pool(tmp_path: Path) -> None:
     path = tmp_path / "ended"
     with sky.Compute("local", ui="none") as pool:
@@ -448,7 +472,8 @@ def test_plugins_and_output_limits_are_around_the_whole_generator() -> None:
         (lambda pool: pool.launch(count(3)), "cannot be a detached run"),
         (lambda pool: sky.function(retries=1)(count.fn)(3) >> pool, "retries="),
         (lambda pool: sky.function(ahead=-1)(count.fn), "invalid ahead"),
-        (lambda pool: list(sky.merge([1, 2])), "merge"),
+        (lambda pool: list(sky.merge([1, 2])), r"merge\(\) .*; put \* before a list"),  # type: ignore[arg-type]
+        (lambda pool: total([count(1) >> pool]) >> pool, r"belongs to this program; sky.stream\(…\) passes its values"),
     ],
 )
 def test_what_cannot_be_done_is_said(compute: sky.Compute, act: Callable[[sky.Compute], Any], message: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab._util.signals import SignalCame, SignalGuard, finalizer
+from skyfab._util.signals import SignalCame, SignalGuard, without_signals
 from skyfab.session.fanout import for_each_host
 
 Handler = Callable[[int, FrameType | None], object]
@@ -125,7 +125,7 @@ def test_what_a_handler_raises_is_not_lost_in_a_finalizer(guard: SignalGuard) ->
     found: list[str] = []
 
     class Dropped:
-        @finalizer
+        @without_signals
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGUSR1)
             found.append("finalized")
@@ -141,7 +141,7 @@ def test_what_a_handler_raises_is_not_lost_in_a_finalizer(guard: SignalGuard) ->
 
 def test_a_signal_whose_handler_was_removed_meanwhile_does_not_end_the_program(guard: SignalGuard) -> None:
     class Dropped:
-        @finalizer
+        @without_signals
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGUSR1)
 

@@ -7,7 +7,8 @@ import time
 from types import AsyncGeneratorType, CoroutineType
 
 from skyfab import context
-from skyfab.host.agent.outcomes import describe
+from skyfab.host.agent.functions import show_lines
+from skyfab.host.agent.outcomes import describe, exited
 from skyfab.protocol import codec
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
@@ -29,9 +30,10 @@ _lock = threading.Lock()
 """Held while the event loop is made."""
 
 
-def construct(kind: Any, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-    """Makes the object."""
+def construct(kind: Any, arguments: tuple[Any, ...], options: dict[str, Any], *, sources: dict[str, str]) -> None:
+    """Makes the object. `sources` are those of its class."""
     global _object, _failure
+    show_lines(sources)
     try:
         _object = kind(*arguments, **options)
     except BaseException as error:
@@ -89,7 +91,7 @@ async def _caught(coroutine: Any) -> tuple[Any, BaseException | None]:
 def invoke_all(name: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> tuple[float, list[Any]]:
     """Calls a method several times.
 
-    Returns the seconds that it took, and for each call its pickled result, or a list that describes what it raised.
+    Returns the seconds that it took, and for each call its pickled result, or a list with the reply if it has raised.
     """
     began = time.perf_counter()
     found = [_outcome(name, arguments, options) for arguments, options in calls]
@@ -99,18 +101,28 @@ def invoke_all(name: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -
 def _outcome(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
     try:
         payload = codec.dumps(invoke(name, *arguments, **options))
-    except Exception as error:
+    except SystemExit as error:
+        return [exited(error).encode()]
+    except BaseException as error:  # also KeyboardInterrupt: it must not end the other calls
         message, exception = describe(error, codec)
         parts = () if exception is None else (exception.data, *map(bytes, exception.buffers))
-        return [message.kind, message.text, message.traceback, *parts]
+        return [message.encode(), *parts]
     return (payload.data, *map(bytes, payload.buffers))
 
 
 # ---- handles
 
 
+def _operator(name: str) -> Any:
+    return lambda self, /, *args, **kwargs: self._method(name)(*args, **kwargs)
+
+
 class Methods:
     """Base class of handles: an attribute is a method of the actor's object, and operators are methods of it."""
+
+    __call__, __contains__, __len__ = map(_operator, ("__call__", "__contains__", "__len__"))
+    __getitem__, __setitem__, __delitem__ = map(_operator, ("__getitem__", "__setitem__", "__delitem__"))
+    __iter__ = None  # else Python would try the keys 0, 1, 2 …
 
     def _method(self, name: str) -> Any:
         raise NotImplementedError
@@ -123,28 +135,8 @@ class Methods:
     def __setattr__(self, name: str, value: object) -> None:
         raise AttributeError(f"the state of an actor is on its host: add a method that sets {name}")
 
-    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        return self._method("__call__")(*args, **kwargs)
-
-    def __getitem__(self, key: Any) -> Any:
-        return self._method("__getitem__")(key)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        self._method("__setitem__")(key, value)
-
-    def __delitem__(self, key: Any) -> None:
-        self._method("__delitem__")(key)
-
-    def __contains__(self, item: Any) -> bool:
-        return bool(self._method("__contains__")(item))
-
-    def __len__(self) -> int:
-        return int(self._method("__len__")())
-
     def __bool__(self) -> bool:
         return True
-
-    __iter__ = None  # else Python would try the keys 0, 1, 2 …
 
 
 class RemoteHandle(Methods):

@@ -22,9 +22,7 @@ from skyfab.protocol.mux import SMALL
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
-    from typing import Any, Final, Protocol
-else:
-    Protocol = object
+    from typing import Any, Final
 
 _QUICK: Final = 0.0002
 """Seconds that a generator takes for a value which is sent immediately. Values that come faster are collected."""
@@ -35,28 +33,11 @@ _MOMENT: Final = 0.1
 _DONE: Final = messages.Yielded().encode()
 
 
-class Worker(Protocol):
-    """The part of a worker that exchanges use."""
-
-    source: int
-    encoding: Any
-    """Encodes values: pickles them, or as plain data."""
-    plain: bool
-
-    def read(self) -> bool:
-        """Handles what is received next. Returns False if there is nothing more."""
-
-    def send(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
-        """Sends a message on a stream."""
-
-    def flush(self) -> None:
-        """Writes what was printed."""
-
-
 class Exchanges:
     """The exchanges of one worker. Any of its threads may wait for one; one thread at a time reads for all."""
 
-    def __init__(self, worker: Worker) -> None:
+    def __init__(self, worker: Any) -> None:
+        """`worker` receives and sends: the `Worker` of host/agent/worker.py."""
         self._worker = worker
         self.encode = worker.encoding.dumps
         self._ready = select.poll()
@@ -91,7 +72,7 @@ class Exchanges:
         """Asks the client, in an exchange that belongs to no call; the reply is the only value of an argument."""
         conversation = self._of_process()
         number = next(self._numbers)
-        payload = self.encode((number, *request))
+        payload = codec.dumps(number, then=[request])  # apart: the client may be unable to unpickle the request
         self.inside.append(number)
         try:
             conversation.request(payload)

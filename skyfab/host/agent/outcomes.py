@@ -54,11 +54,11 @@ def describe(error: BaseException, encoding: Any, **about: Any) -> tuple[message
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
     try:
         said = str(error)
-    except Exception:
+    except BaseException:
         said = "<its str() failed>"
     payload = None
     if isinstance(error, Exception):
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
             payload = encoding.dumps_exception(error)
     parts = sizes(payload) if payload else ()
     return messages.Raised(parts=parts, kind=cut(kind), text=cut(said), traceback=cut(text), **about), payload

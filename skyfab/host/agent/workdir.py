@@ -193,7 +193,7 @@ class Written:
         Also the name of the one that its own begins as a copy of. For a run, that of the pool that has launched it
         takes the place of the project's: what was sent for the run is there.
         Those are related of which one has launched the other. Without an owner, a process only looks at or adds files.
-        A path that the user has named is that folder, whoever uses it.
+        A path that the user has named is always that folder.
         """
         if not owner or not workdir or workdir.startswith(("/", "~")) or workdir in self._claimed:
             return self._claimed.get(workdir, (workdir, workdir))

@@ -327,14 +327,14 @@ class Worker(context.Client):
         self.flush()
         try:
             payload = result if type(result) is codec.Payload else self.encoding.dumps(result)
-        except Exception as error:
+        except BaseException as error:  # also KeyboardInterrupt, which would end this process
             self._unpicklable(stream, "the result", type(result).__qualname__, error)
             return
         self.answer(stream, messages.Result.head(parts=sizes(payload), plain=self.plain), payload)
 
     def _unpicklable(self, stream: int, what: str, kind: str, error: BaseException) -> None:
         self._examine(error)
-        why, text = "unpicklable", f"{what}, a {kind}, cannot be pickled: {error}"
+        why, text = "unpicklable", f"{what}, a {kind}, cannot be pickled: {str(error) or type(error).__name__}"
         if self.plain:
             why, text = "not_plain", str(error)
         self.answer(stream, messages.Ended(why=why, text=cut(text), traceback=cut(trace(error))).encode())

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -86,13 +89,16 @@ def _empty(
     **_: Any,  # layout and pin_memory: they mean nothing here, and below
 ) -> torch.Tensor:
     if memory_format is None or memory_format is torch.contiguous_format:
-        stride, step = [], 1
-        for length in reversed(size):
-            stride.append(step)
-            step *= max(length, 1)
-        return _empty_strided(size, stride[::-1], dtype=dtype, device=device)
+        return _empty_strided(size, _contiguous(tuple(size)), dtype=dtype, device=device)
     meta = torch.empty(size, dtype=dtype, device="meta", memory_format=memory_format)
     return _empty_strided(meta.shape, meta.stride(), dtype=meta.dtype, device=device)
+
+
+@functools.lru_cache(1024)
+def _contiguous(size: tuple[int, ...]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    strides = itertools.accumulate((max(length, 1) for length in reversed(size[1:])), operator.mul, initial=1)
+    return tuple(strides)[::-1] if size else ()
 
 
 def _empty_strided(

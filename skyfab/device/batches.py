@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from skyfab.device.call_site import CallSite
+from skyfab.device.call_site import CallSite, describe
 from skyfab.errors import DeviceError, ProtocolError, SkyfabError
 from skyfab.host.device import wire
 from skyfab.protocol import messages
@@ -66,6 +66,23 @@ class Batch:
         found = self.document["error"]
         at = found.get("at") if isinstance(found, dict) else None
         return at if type(at) is int and at >= 0 else len(self.entries)
+
+    def explain(self) -> DeviceError:
+        """The error that the host reports."""
+        found, host = self.document["error"], self._stream.link.name
+        if not isinstance(found, dict):
+            return DeviceError("an operation failed; the host sent no reason", host=host)
+        if type(found.get("channel")) is int:
+            self._stream.broken.add(found["channel"])
+        line = describe(self.entries[self.failed_at][1]) if self.failed_at < len(self.entries) else None
+        op = str(found.get("op", "")).removeprefix("aten::")
+        inputs = found.get("inputs")
+        shapes = ", ".join(map(str, inputs)) if isinstance(inputs, list) else ""
+        text = f"{found.get('kind', 'error')}: {found.get('text', '')}"
+        if "memory" in text and isinstance(found.get("free"), int) and isinstance(found.get("total"), int):
+            text += f" ({found['free'] / 2**30:.1f} GiB free of {found['total'] / 2**30:.1f})"
+        called = f"{op or 'an operation'}({shapes})" + (f" at {line}" if line else "")
+        return DeviceError.of(str(found.get("kind")), f"{called} failed: {text}", host=host)
 
     def is_wanted(self) -> bool:
         return True

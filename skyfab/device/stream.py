@@ -1,6 +1,7 @@
 """The stream of a device: sends instructions in batches, and receives replies and errors.
 
 Instructions are collected and sent when there are enough of them, when a reply is needed, or a few milliseconds later.
+Fewer are enough if the host has nothing to do.
 The program is not held up by the host, except where it needs a value, or is too far ahead.
 """
 
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 BATCH: Final = 128
 """Instructions in a batch."""
+FEW: Final = 16
+"""Instructions in the first batch after a wait, when the host has nothing to do; the next ones have twice as many
+each, up to `BATCH`."""
 _MOST_AHEAD: Final = 32
 """Batches that have no reply yet. A program that is further ahead waits."""
 _MOST_BYTES: Final = 256 * 1024 * 1024
@@ -223,6 +227,9 @@ class DeviceStream:
         """Waits for something of this device, for a line of the program."""
         begin = time.perf_counter()
         self.link.wait(done)
+        with SIGNAL_GUARD, self._replying:
+            if not self._ahead:
+                self.limit = min(self.limit, FEW)
         for observer in observers:
             observer.waited(site, time.perf_counter() - begin)
 
@@ -254,8 +261,10 @@ class DeviceStream:
             observer.sent(instructions, len(data) + sum(map(len, buffers)))
         batch = Batch(self, entries, size)
         batch.then = then
-        self._ahead.append(batch)
-        self._bytes += size
+        with self._replying:
+            self._ahead.append(batch)
+            self._bytes += size
+            self.limit = min(2 * self.limit, BATCH)
         try:
             self.link.send(codec.Payload(data, buffers), batch)
         except BaseException as error:  # also what a handler of signals raises: nothing is missing without a word
@@ -283,7 +292,7 @@ class DeviceStream:
                 if self._lost is None and self._error is None:
                     self._lost = error
             elif isinstance(batch.document, dict) and "error" in batch.document:
-                batch.error = self._explain(batch)
+                batch.error = batch.explain()
                 if self._error is None:
                     self._error, self._skipped = batch.error, [*batch.entries[batch.failed_at :]]
             elif self._error is not None:
@@ -295,22 +304,6 @@ class DeviceStream:
         batch.done = True
         if batch.then is not None:
             batch.then(batch, self._lost or batch.error)
-
-    def _explain(self, batch: Batch) -> DeviceError:
-        found = batch.document["error"]
-        if not isinstance(found, dict):
-            return DeviceError("an operation failed; the host sent no reason", host=self.link.name)
-        if type(found.get("channel")) is int:
-            self.broken.add(found["channel"])
-        line = describe(batch.entries[batch.failed_at][1]) if batch.failed_at < len(batch.entries) else None
-        op = str(found.get("op", "")).removeprefix("aten::")
-        inputs = found.get("inputs")
-        shapes = ", ".join(map(str, inputs)) if isinstance(inputs, list) else ""
-        text = f"{found.get('kind', 'error')}: {found.get('text', '')}"
-        if "memory" in text and isinstance(found.get("free"), int) and isinstance(found.get("total"), int):
-            text += f" ({found['free'] / 2**30:.1f} GiB free of {found['total'] / 2**30:.1f})"
-        called = f"{op or 'an operation'}({shapes})" + (f" at {line}" if line else "")
-        return DeviceError.of(str(found.get("kind")), f"{called} failed: {text}", host=self.link.name)
 
     def worker_died(self, why: str, entries: Sequence[Entry]) -> Exception:
         """The error for a device whose process has ended, while or after it executed these instructions."""
@@ -328,8 +321,9 @@ class DeviceStream:
 
     def _lose(self, why: Exception) -> None:
         """The device can no longer be used."""
-        self._lost = self._lost or why
-        self.limit = 0
+        with SIGNAL_GUARD, self._replying:
+            self._lost = self._lost or why
+            self.limit = 0
 
     def _raise(self) -> None:
         """Raises a copy of what there is to raise: what is kept must not keep the frames that it was raised in.
@@ -365,7 +359,7 @@ class DeviceStream:
 
     def leave_to_parent(self) -> None:
         """This process was forked: the device belongs to the parent."""
-        self._lock = threading.RLock()
+        self._lock, self._replying = threading.RLock(), threading.Lock()
         self._lose(UsageError("a forked process cannot use the remote devices of its parent"))
 
     def memory(self) -> dict[str, int]:

@@ -17,7 +17,7 @@ import skyfab as sky
 from skyfab.device import stream as streams
 from skyfab.device.batches import Batch, observers
 from skyfab.device.storages import RemoteStorage, by_address
-from skyfab.device.stream import BATCH, DeviceFuture, DeviceStream
+from skyfab.device.stream import BATCH, FEW, DeviceFuture, DeviceStream
 from skyfab.errors import HostLost
 from skyfab.host.device import wire
 from skyfab.protocol import codec, messages
@@ -122,6 +122,33 @@ def test_instructions_are_sent_together_in_order(stream: DeviceStream, node: Nod
     assert (node.devices, stream.index) == (["cuda:1"], 3), "its name on the host, and its number here"
     assert stream.flush() is None
     assert len(node.sent) == 1, "nothing is sent twice"
+
+
+def test_after_a_wait_a_host_with_nothing_to_do_is_sent_few_instructions(stream: DeviceStream, node: Node) -> None:
+    stream.ask([wire.SYNC])
+    for number in range(10 * BATCH):
+        emit(stream, number)
+    assert [len(batch) for batch in node.sent[1:6]] == [FEW, 32, 64, BATCH, BATCH]
+    waited = stream.start([wire.SYNC])
+    stream.start([wire.SYNC])
+    while not waited.done:
+        node.reply()
+    stream.receive(waited)
+    before = len(node.sent)
+    for number in range(BATCH - 1):
+        emit(stream, number)
+    assert len(node.sent) == before, "it has something to do"
+    emit(stream)
+    assert len(node.sent) == before + 1
+
+
+def test_an_error_is_raised_immediately_after_a_wait_too(stream: DeviceStream, node: Node) -> None:
+    stream.ask([wire.SYNC])
+    fail(stream, node)
+    with pytest.raises(sky.DeviceError):
+        emit(stream)
+    emit(stream, "after")
+    assert len(node.sent) == 2, "instructions are collected again"
 
 
 def test_small_uploads_wait_for_more_and_large_ones_do_not(stream: DeviceStream, node: Node) -> None:

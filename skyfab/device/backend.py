@@ -126,7 +126,8 @@ def _operators(own: dict[str, Callable[..., Any]]) -> list[tuple[str, Any]]:
         if name == full or name in own or base in _OWN_WAY:
             continue
         op = getattr(getattr(torch.ops.aten, base), overload or "default")
-        if has(full, "CompositeImplicitAutograd") or torch.Tag.inplace_view in op.tags:
+        is_composed = has(full, "CompositeImplicitAutograd") and not has(full, "CPU")
+        if is_composed or torch.Tag.inplace_view in op.tags:
             continue
         if any(r.alias_info is not None and not r.alias_info.is_write for r in op._schema.returns):
             continue  # a view

@@ -13,7 +13,7 @@ import torch
 
 from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.device import meta, plans, tensors
-from skyfab.device.arguments import common_device
+from skyfab.device.arguments import common_device, resolve
 from skyfab.device.kernels import make_kernel
 from skyfab.device.plans import finish
 from skyfab.device.tensors import is_plain, is_remote, operands
@@ -37,6 +37,8 @@ def undifferentiated() -> dict[str, Callable[..., Any]]:
     return {
         "linear": make_kernel(_aten.linear.default),
         "linear_backward": lambda *args: _linear_gradients("linear_backward", *args),
+        "_fused_rms_norm": make_kernel(_aten._fused_rms_norm.default),
+        "_fused_rms_norm_backward": _rms_norm_gradients,
     }
 
 
@@ -58,16 +60,16 @@ def call(
     will return them; `key` is what they depend on besides `args`.
     """
     instruction: list[Any] = [0]
-    plain: list[torch.Tensor | None] = []  # kept until the instruction has been emitted
-    keys, template = _encode(args, instruction, plain)
-    keys = (name, device.index, key, *keys)
+    plain = _plain(args)  # kept until the instruction has been emitted
+    keys = (name, device.index, key, *_operands(plain, instruction))
     plan = _cache.get(keys)
     if plan is None:
         plans.before_plan()
-        stream = tensors.streams[common_device([*plain, device], {})]
+        stream = tensors.streams[_common_device(plain, device)]
         with SIGNAL_GUARD:
             made = outputs()
-        plan = _cache[keys] = plans.new_plan(stream, f"sky::{name}", (template, ()), made, list(range(len(made))))
+        template = (tuple(map(_template, plain)), ())
+        plan = _cache[keys] = plans.new_plan(stream, f"sky::{name}", template, made, list(range(len(made))))
     instruction[0] = plan.number
     result = finish(plan, instruction, ())
     return result if isinstance(result, tuple) else (result,)
@@ -76,32 +78,36 @@ def call(
 def call_first(name: str, args: Sequence[Any], device: torch.device) -> Any:
     """The same, and waits for what the function returns: only the host can tell its layouts."""
     operands_: list[Any] = []
-    plain: list[torch.Tensor | None] = []  # kept until the instruction has been emitted
-    _, template = _encode(args, operands_, plain)
+    plain = _plain(args)  # kept until the instruction has been emitted
+    _operands(plain, operands_)
     first = tensors.new_block()
-    stream = tensors.streams[common_device([*plain, device], {})]
+    stream = tensors.streams[_common_device(plain, device)]
+    template = tuple(map(_template, plain))
     return tensors.result_of(stream, [wire.DYNAMIC, f"sky::{name}", template, (), operands_, first], first)
 
 
-def _encode(
-    args: Sequence[Any], instruction: list[Any], plain: list[torch.Tensor | None]
-) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """Adds the operands to an instruction, and the tensors that they stand for to `plain`.
+def _plain(args: Sequence[Any]) -> list[Any]:
+    """The arguments; tensors that are conjugated or negated when they are read are so no longer."""
+    return [
+        [resolve(t) if t is not None and (t.is_conj() or t.is_neg()) else t for t in value]
+        if type(value) is list
+        else value
+        for value in args
+    ]
 
-    Returns what a plan depends on, and the plan's arguments.
-    """
-    keys: list[Any] = []
-    template: list[Any] = []
-    for value in args:
-        if isinstance(value, list):
-            value = [t if t is None else t.resolve_conj().resolve_neg() for t in value]
-            plain += value
-            keys.append(operands(value, instruction))
-            template.append((wire.LIST, tuple(map(_kind, value))))
-        else:
-            keys.append((type(value), value))
-            template.append((wire.CONSTANT, value))
-    return tuple(keys), tuple(template)
+
+def _operands(args: Sequence[Any], instruction: list[Any]) -> list[Any]:
+    """Adds the operands to an instruction. Returns what a plan depends on."""
+    return [operands(value, instruction) if type(value) is list else (type(value), value) for value in args]
+
+
+def _common_device(args: Sequence[Any], device: torch.device) -> int:
+    return common_device([*(value for value in args if type(value) is list), device], {})
+
+
+def _template(value: Any) -> tuple[Any, ...]:
+    """An argument of a plan."""
+    return (wire.LIST, tuple(map(_kind, value))) if type(value) is list else (wire.CONSTANT, value)
 
 
 def _kind(tensor: torch.Tensor | None) -> tuple[Any, ...]:
@@ -123,6 +129,20 @@ def _linear_gradients(
         ]
 
     return call(name, [[x, grad, weight], tuple(wanted), *more], outputs, x.device)
+
+
+def _rms_norm_gradients(
+    grad: torch.Tensor, x: torch.Tensor, shape: Sequence[int], rstd: torch.Tensor, weight: Any, wanted: Sequence[bool]
+) -> Any:
+    """The gradients of input and weight, where they are wanted."""
+
+    def outputs() -> list[torch.Tensor | None]:
+        return [
+            torch.empty(t.shape, dtype=t.dtype, device="meta") if is_wanted else None
+            for t, is_wanted in zip((x, weight), wanted, strict=True)
+        ]
+
+    return call("rms_norm_backward", [[grad, x, rstd, weight], tuple(shape), tuple(wanted)], outputs, x.device)
 
 
 class CastLinear(torch.autograd.Function):  # type: ignore[misc]

@@ -28,6 +28,25 @@ def linear_backward(tensors: Sequence[torch.Tensor], mask: Sequence[bool]) -> Te
     )
 
 
+def rms_norm_backward(tensors: Sequence[Any], shape: Sequence[int], mask: Sequence[bool]) -> Tensors:
+    """The gradients of input and weight, where `mask` asks for them: CPUs have no operator for it.
+
+    `tensors`: gradient, input, the reciprocal of its root mean square, and weight.
+    """
+    grad, x, rstd, weight = tensors
+    if x.is_cuda:
+        return torch.ops.aten._fused_rms_norm_backward(grad, x, shape, rstd, weight, mask)  # type: ignore[no-any-return]
+    normed, grad = x * rstd, grad.to(rstd.dtype)
+    grad_normed = grad if weight is None else grad * weight
+    inner = tuple(range(-len(shape), 0))
+    centered = grad_normed - normed * (grad_normed * normed).mean(inner, keepdim=True)
+    outer = tuple(range(x.dim() - len(shape)))
+    return (
+        (centered * rstd).to(x.dtype) if mask[0] else None,
+        ((grad * normed).sum(outer) if outer else grad * normed).to(weight.dtype) if mask[1] else None,
+    )
+
+
 def _with_graph(function: Callable[..., Any], tensors: Tensors, wanted: Sequence[bool]) -> tuple[torch.Tensor, ...]:
     """Calls a function of tensors; returns its outputs, and a handle for `backward` if a gradient is wanted."""
     if not any(wanted):
@@ -284,6 +303,7 @@ def state_dict(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappin
 
 FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
     "sky::linear_backward": linear_backward,
+    "sky::rms_norm_backward": rms_norm_backward,
     "sky::cast_linear": cast_linear,
     "sky::cast_linear_backward": cast_linear_backward,
     "sky::composite": composite,

@@ -9,7 +9,6 @@ This machine needs it: uv pip install accelerate
 from __future__ import annotations
 
 import argparse
-import os
 
 import torch
 from accelerate import Accelerator
@@ -23,7 +22,7 @@ from skyfab.demo import digits
 def main(hosts: str, epochs: int) -> None:
     data = digits.load()
     with sky.Compute(hosts, plugins=[sky.plugins.torch()]) as compute:
-        os.environ["ACCELERATE_TORCH_DEVICE"] = str(compute.device())  # what Accelerate takes
+        compute.device()  # what Accelerate uses
         accelerator = Accelerator(gradient_accumulation_steps=2)
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 10))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -29,7 +30,7 @@ def open_device(name: str, link: HostLink) -> DeviceStream:
             "a remote device needs torch in this program's environment too", hint="pip install torch"
         ) from error
     from skyfab.device import backend, patches, plans, tensors
-    from skyfab.device.stream import DeviceStream, flusher
+    from skyfab.device.stream import ACCELERATE, DeviceStream, flusher
     from skyfab.host.device import wire
 
     with _registering:
@@ -66,6 +67,8 @@ def open_device(name: str, link: HostLink) -> DeviceStream:
         raise
     stream.emit([wire.SEED, torch.initial_seed() % (1 << 64), 0])  # torch.manual_seed may have come before
     stream.emit(patches.settings())
+    if os.environ.get(ACCELERATE) in (None, *(str(old.torch_device) for old in tensors.streams if old.is_lost)):
+        os.environ[ACCELERATE] = str(stream.torch_device)  # they would silently use this machine's CPU
     return stream
 
 

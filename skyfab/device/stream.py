@@ -28,6 +28,8 @@ from skyfab.protocol import codec
 if TYPE_CHECKING:
     import torch
 
+ACCELERATE: Final = "ACCELERATE_TORCH_DEVICE"
+"""The variable that names the device of Accelerate and of transformers' Trainer: they find a few types only."""
 BATCH: Final = 128
 """Instructions in a batch."""
 FEW: Final = 16
@@ -374,6 +376,8 @@ class DeviceStream:
         """The pool closes: the device can no longer be used."""
         with self._lock:
             self._lose(UsageError("the pool of this device is closed; its tensors are lost", host=self.link.name))
+        if os.environ.get(ACCELERATE) == f"sky:{self.index}":
+            del os.environ[ACCELERATE]
 
 
 class DeviceFuture(GuardedFuture):

@@ -90,6 +90,15 @@ def test_tokens_come_from_a_loop_on_the_host(run: Run) -> None:
     assert ("the quick brown fox jumps over the lazy dog. " * 2).startswith(line)
 
 
+def test_the_trainer_uses_the_device(run: Run) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    *lines, right = run("trainer", "node1")
+    first, *_, last = losses(lines)
+    assert all(" on sky:0: " in line for line in lines if line.startswith("step")) and last < first / 2
+    assert percent(right) > 75
+
+
 def test_accelerate_uses_the_device(run: Run) -> None:
     pytest.importorskip("accelerate")
     place, *lines, right = run("accelerator", "node1")

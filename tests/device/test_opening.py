@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -135,3 +136,23 @@ def test_the_device_type_is_registered_once_and_needs_the_place_of_another(tmp_p
     taken = "the device type 'mine' is already registered in this process; PyTorch allows only one"
     assert done.stdout.splitlines() == [taken, "0"], done.stderr
     assert ("one accelerator per process" in done.stderr) == torch.cuda.is_available()
+
+
+def test_the_first_device_is_that_of_accelerate(
+    opened: Callable[..., DeviceStream], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And of transformers' Trainer. A device that the user has named stays."""
+    variable = "ACCELERATE_TORCH_DEVICE"
+    monkeypatch.delenv(variable, raising=False)
+    first, second = opened(), opened()
+    assert os.environ[variable] == str(first.torch_device)
+    second.close()
+    assert os.environ[variable] == str(first.torch_device)
+    first.end("its process ended")
+    third = opened()
+    assert os.environ[variable] == str(third.torch_device), "not that of a device which is lost"
+    third.close()
+    assert variable not in os.environ
+    monkeypatch.setenv(variable, "cpu")
+    opened().close()
+    assert os.environ[variable] == "cpu"

@@ -66,6 +66,11 @@ def new_cache() -> dict[Any, Plan]:
     return cache
 
 
+def output_counts() -> dict[int, int]:
+    """How many new tensors the plans make, by the plans' numbers."""
+    return {plan.number: len(plan.outputs) for cache in _caches for plan in list(cache.values())}
+
+
 def before_plan() -> None:
     """Makes room: must be called before a plan is made, and not while an instruction is being built for another."""
     if sum(map(len, _caches)) >= _MOST_PLANS:

@@ -345,6 +345,8 @@ class DeviceStream:
         It must not use what instructions of other threads would have changed in place, nor such changes that autograd
         has recorded. This thread's other changes have not happened, as if it had stopped before them.
         """
+        from skyfab.device import after_error
+
         assert self._error is not None
         entries = self.buffer[:]  # other threads append meanwhile
         with self._replying:
@@ -358,6 +360,7 @@ class DeviceStream:
             self.buffer[: len(entries)] = [*remembered, resume]
             self._error, self._skipped, self._uploads, self._size = None, [], [], 0
             self.limit = BATCH if self._lost is None else 0
+        after_error.forget(entry[0] for entry in skipped)
 
     def leave_to_parent(self) -> None:
         """This process was forked: the device belongs to the parent."""

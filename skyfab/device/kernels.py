@@ -11,6 +11,7 @@ take several times as long.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from types import CodeType, FunctionType
 from typing import Any, Final
@@ -49,7 +50,7 @@ _VALUED: Final = frozenset(("arange", "linspace", "logspace", "range"))
 
 
 _WRITES_OVER: Final = frozenset(
-    ("fill_", "zero_", "masked_fill_", "index_fill_", "index_put_", "_index_put_impl_", "tril_", "triu_")
+    ("fill_", "zero_", "masked_fill_", "index_fill_", "index_put_", "_index_put_impl_", "tril_", "triu_", "threshold_")
 )
 """Operators that PyTorch lets write to tensors whose elements share memory."""
 _LAZY: Final = ("Conjugate", "Negative")
@@ -179,6 +180,9 @@ def _plan_call(
     name = _name(op)
     if name in _INDEXED:
         is_dynamic = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in args[1])
+        for _ in filter(lambda t: t is not None and t.dtype is torch.uint8, args[1]):
+            text = "indexing with dtype torch.uint8 is now deprecated, please use a dtype torch.bool instead."
+            warnings.warn(text, stacklevel=3)  # as PyTorch does: the host's warning goes to its output
     else:
         is_dynamic = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
     plan = None if is_dynamic else _make_plan(op, args, kwargs, is_operand=name not in _VALUED)
@@ -255,6 +259,15 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
             dtype_checks.check_cast(op, _name(op), meta_args, meta_kwargs)
     except NotImplementedError:
         return None
+    except AssertionError as error:  # what a kernel checks raises RuntimeError
+        raise RuntimeError(str(error)) from None
+    except RuntimeError as error:
+        if _name(op) not in _INDEXED:
+            raise
+        raise _index_error(str(error), args[1]) from None
+    for output in _flat(result if isinstance(result, tuple) else (result,)):
+        if isinstance(output, torch.Tensor) and output.layout is not torch.strided:
+            raise NotImplementedError(f"{_name(op)}: a {TYPE} device has dense tensors only, not {output.layout}")
     resized = False
     for real, predicted in zip(
         _flat((*args, *kwargs.values())), _flat((*meta_args, *meta_kwargs.values())), strict=True
@@ -283,6 +296,14 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
             return None
     template = _template(op, args, kwargs, is_operand=is_operand)
     return new_plan(stream, op.name(), template, outputs, results or None)
+
+
+def _index_error(text: str, indices: Sequence[Any]) -> IndexError:
+    """What kernels raise for indices that cannot be used. PyTorch's meta device raises a RuntimeError."""
+    if "broadcast" in text:
+        shapes = ", ".join(str([*index.shape]) for index in indices if index is not None)
+        text = f"shape mismatch: indexing tensors could not be broadcast together with shapes {shapes}"
+    return IndexError(text)
 
 
 def _flat(values: Sequence[Any]) -> list[Any]:

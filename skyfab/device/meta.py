@@ -53,14 +53,27 @@ def predict(
         meta_kwargs = {name: to_meta(value, where) for name, value in kwargs.items()}
         if name in _BAGS and meta_args[1].dtype is not meta_args[2].dtype:  # kernels convert both to the larger one
             meta_args[1:3] = [indices.to(torch.int64) for indices in meta_args[1:3]]
+        is_bfloat16 = name in _BAGS and device == "cpu" and meta_args[0].dtype is torch.bfloat16
+        if is_bfloat16:  # kernels treat it as they treat float16
+            meta_args = [value.half() if getattr(value, "is_floating_point", bool)() else value for value in meta_args]
+        if name == "nansum" and len(args) > 1 and not args[1]:  # without dimensions, kernels sum up all elements
+            meta_args[1] = None
+        if name.startswith("nll_loss"):  # kernels take targets of uint8 too
+            meta_args = [value.long() if getattr(value, "dtype", None) is torch.uint8 else value for value in meta_args]
         if name == "_grouped_mm" and meta_args[0].dtype is not torch.bfloat16:
             result = _grouped_mm(*meta_args, **meta_kwargs)
         else:
             result = op(*meta_args, **meta_kwargs)
-    if name == "convolution":
+        if is_bfloat16:
+            result = tuple(found.bfloat16() if found.is_floating_point() else found for found in result)
+    if name == "convolution" and torch.float64 not in (meta_args[0].dtype, meta_args[1].dtype):
         result = _in_format(result, *meta_args[:2])
-    if name == "convolution_backward":
+    if name == "convolution_backward" and torch.float64 not in (meta_args[1].dtype, meta_args[2].dtype):
         result = (*(grad if grad is None else _in_format(grad, *meta_args[1:3]) for grad in result[:2]), result[2])
+    if name == "max_pool3d_with_indices":
+        result = tuple(_pooled(found, meta_args[0]) for found in result)
+    if name == "max_pool3d_with_indices_backward":
+        result = _pooled(result, meta_args[1])
     if device != "cpu" and op is torch.ops.aten.log_sigmoid_forward.default:
         result = (result[0], result[1].new_empty(0))  # what only CPUs keep for the backward
     if name == "_native_multi_head_attention" and not kwargs.get("need_weights", (*args[_NEED_WEIGHTS:], True)[0]):
@@ -76,12 +89,17 @@ def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = 
     return torch.empty(shape, dtype=out_dtype or a.dtype, device="meta")
 
 
-def _in_format(result: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """A result of a convolution as kernels return it; on the meta device it is always contiguous."""
+def _pooled(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A result of pooling in three dimensions, in the format of the input, which may be one image of a batch."""
+    return _in_format(result, x) if x.dim() == 5 else _in_format(result[None], x[None])[0]
+
+
+def _in_format(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
+    """A result of a convolution or pooling as kernels return it; on the meta device it is always contiguous."""
     found = _CHANNELS_LAST.get(result.dim())
-    if found is None or torch.float64 in (x.dtype, weight.dtype):
+    if found is None:
         return result
-    is_last = any(t.is_contiguous(memory_format=found) and not t.is_contiguous() for t in (x, weight))
+    is_last = any(t.is_contiguous(memory_format=found) and not t.is_contiguous() for t in inputs)
     return result.to(memory_format=found) if is_last else result
 
 

@@ -134,3 +134,91 @@ def test_dtypes_that_kernels_refuse_raise_in_their_line(device: Any, name: str) 
         WRONG[name](device)
     assert not isinstance(caught.value, sky.DeviceError)
     sky.synchronize()
+
+
+# ---- what PyTorch's own tests have found
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_bags_of_bfloat16(device: Any, weighted: bool) -> None:
+    """PyTorch's meta device predicts other shapes for them than for float16; kernels do not."""
+    bag = nn.EmbeddingBag(10, 4, mode="sum").bfloat16()
+    indices, weights = torch.tensor([[1, 2], [4, 4]]), torch.rand(2, 2).bfloat16()
+    found = []
+    for where in ("cpu", device):
+        bag = bag.to(where)
+        result = bag(indices.to(where), per_sample_weights=weights.to(where) if weighted else None)
+        result.sum().backward()
+        found.append((result.cpu(), bag.weight.grad.cpu()))
+        bag.zero_grad()
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_sparse_gradients_are_refused_and_the_worker_stays(device: Any) -> None:
+    before = torch.ones(3, device=device)
+    bag = nn.EmbeddingBag(10, 4, mode="sum", sparse=True).to(device)
+    result = bag(torch.tensor([[1, 2], [4, 4]]).to(device)).sum()
+    with pytest.raises(NotImplementedError, match="dense tensors only"):
+        result.backward()
+    assert before.tolist() == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+@pytest.mark.parametrize("is_batch", [True, False])
+def test_pooling_keeps_channels_last(device: Any, dtype: str, is_batch: bool) -> None:
+    x = torch.randn(2, 3, 4, 8, 8, dtype=getattr(torch, dtype)).to(memory_format=torch.channels_last_3d)
+    x = x if is_batch else x[0]
+    found = []
+    for where in ("cpu", device):
+        given = x.to(where).detach().requires_grad_()
+        y, indices = F.max_pool3d(given, 2, return_indices=True)
+        y.pow(2).sum().backward()
+        assert (y if is_batch else y[None]).is_contiguous(memory_format=torch.channels_last_3d)
+        found.append((y.detach().cpu(), indices.cpu(), given.grad.cpu(), y.stride(), given.grad.stride()))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_indices_that_cannot_be_used_are_index_errors(device: Any) -> None:
+    for where in ("cpu", device):
+        x = torch.zeros(5, 5, device=where)
+        with pytest.raises(IndexError, match=r"shape mismatch: indexing .* with shapes \[2\], \[3\]"):
+            x[[0, 1], [0, 1, 2]]
+        with pytest.raises(IndexError, match="must be long, int, byte or bool"):
+            x[torch.zeros(2, device=where)]
+
+
+def test_masks_of_bytes_are_deprecated(device: Any) -> None:
+    for where in ("cpu", device):
+        x, mask = torch.arange(3, device=where), torch.tensor([1, 0, 1], dtype=torch.uint8).to(where)
+        with pytest.warns(UserWarning, match="indexing with dtype torch.uint8 is now deprecated") as warned:
+            assert x[mask].tolist() == [0, 2]
+        assert warned[0].filename == __file__
+
+
+def test_targets_of_bytes(device: Any) -> None:
+    x, target = torch.randn(3, 4).log_softmax(1), torch.tensor([0, 3, 1], dtype=torch.uint8)
+    found = []
+    for where in ("cpu", device):
+        given = x.to(where).detach().requires_grad_()
+        loss = F.nll_loss(given, target.to(where))
+        loss.backward()
+        found.append((loss.detach().cpu(), given.grad.cpu()))
+    torch.testing.assert_close(found[1], found[0])
+
+
+def test_what_the_meta_device_asserts_is_a_runtime_error(device: Any) -> None:
+    with pytest.raises(RuntimeError, match="multi-target not supported"):
+        F.nll_loss(torch.randn(3, 4, device=device), torch.zeros(3, 2, dtype=torch.int64, device=device))
+
+
+def test_sums_over_no_dimensions(device: Any) -> None:
+    x = torch.arange(6.0).view(2, 3)
+    for keep in (False, True):
+        expected = torch.nansum(x, [], keepdim=keep)
+        torch.testing.assert_close(torch.nansum(x.to(device), [], keepdim=keep).cpu(), expected)
+
+
+def test_thresholds_of_an_expanded_tensor(device: Any) -> None:
+    """It is the same however often it is done to an element."""
+    x = torch.tensor([[-1.0, 2.0]]).to(device).expand(3, 2)
+    assert F.threshold_(x, 0.5, 0.5).tolist() == [[0.5, 2.0]] * 3

@@ -81,6 +81,8 @@ class WorkerPlan:
             if tensor is None or layout is None:
                 continue
             shape, strides, dtype = layout
+            if tensor.layout is not torch.strided:
+                raise NotImplementedError(f"the result is not dense: {tensor.layout}")
             if tuple(tensor.shape) != tuple(shape) or NUMBERS[tensor.dtype] != dtype:
                 expected = _shown(DTYPES[dtype], shape)
                 raise RuntimeError(f"the result is {_shown(tensor.dtype, tensor.shape)}, expected {expected}")

@@ -33,6 +33,8 @@ def forget(skipped: Iterable[Sequence[Any]]) -> None:
     def is_lost(value: Any) -> bool:
         if not is_remote(value) or not is_plain(value):
             return False
+        if value.layout is torch.sparse_coo:
+            return is_lost(value._indices()) or is_lost(value._values())
         storage = by_address.get(value.untyped_storage().data_ptr())
         return storage is not None and storage.id in lost
 

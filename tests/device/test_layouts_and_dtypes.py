@@ -154,15 +154,6 @@ def test_bags_of_bfloat16(device: Any, weighted: bool) -> None:
     torch.testing.assert_close(found[1], found[0])
 
 
-def test_sparse_gradients_are_refused_and_the_worker_stays(device: Any) -> None:
-    before = torch.ones(3, device=device)
-    bag = nn.EmbeddingBag(10, 4, mode="sum", sparse=True).to(device)
-    result = bag(torch.tensor([[1, 2], [4, 4]]).to(device)).sum()
-    with pytest.raises(NotImplementedError, match="dense tensors only"):
-        result.backward()
-    assert before.tolist() == [1, 1, 1]
-
-
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("is_batch", [True, False])
 def test_pooling_keeps_channels_last(device: Any, dtype: str, is_batch: bool) -> None:

@@ -98,6 +98,20 @@ def test_with_scaled_gradients(device: Any, wrong: int) -> None:
     assert there.scaler.get_scale() == here.scaler.get_scale()
 
 
+def test_sparse_gradients(device: Any) -> None:
+    embedding = nn.Embedding(10, 4, sparse=True).to(device)
+    optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+    count = 0
+    for number in (50, 1, 2):
+        try:
+            embedding(torch.tensor([number]).to(device)).sum().backward()
+            optimizer.step()
+            embedding.weight.sum().item()
+        except IndexError:
+            count += 1
+    assert count == 1 and embedding.weight.grad.to_dense().cpu()[1:3].tolist() == [[1.0] * 4] * 2
+
+
 def test_gradients_that_were_there_stay(device: Any) -> None:
     there, here = Training(device), Training("cpu")
     for training in (there, here):

@@ -56,12 +56,12 @@ def predict(
         is_bfloat16 = name in _BAGS and device == "cpu" and meta_args[0].dtype is torch.bfloat16
         if is_bfloat16:  # kernels treat it as they treat float16
             meta_args = [value.half() if getattr(value, "is_floating_point", bool)() else value for value in meta_args]
-        if name == "nansum" and len(args) > 1 and not args[1]:  # without dimensions, kernels sum up all elements
-            meta_args[1] = None
         if name.startswith("nll_loss"):  # kernels take targets of uint8 too
             meta_args = [value.long() if getattr(value, "dtype", None) is torch.uint8 else value for value in meta_args]
         if name == "_grouped_mm" and meta_args[0].dtype is not torch.bfloat16:
             result = _grouped_mm(*meta_args, **meta_kwargs)
+        elif name == "nansum" and len(args) > 1 and not args[1]:  # without dimensions, kernels sum up all elements
+            result = op(meta_args[0], None, *meta_args[2:], **meta_kwargs)
         else:
             result = op(*meta_args, **meta_kwargs)
         if is_bfloat16:

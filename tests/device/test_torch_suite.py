@@ -77,14 +77,6 @@ EXPECTED: dict[str, dict[str, str]] = {
         "test_transformerencoderlayer_sky_float32": ON_CPU,
         "test_upsamplingBiMode2d_nonsupported_dtypes_antialias_*_uint8_sky_uint8": ON_CPU,
     },
-    "nn/test_embedding": {
-        "test_EmbeddingBag_per_sample_weights_and_no_offsets_sky_*": SPARSE,
-        "test_embedding_backward_sky_float64": SPARSE,
-        "test_embedding_bag_?D_padding_idx_sky_*": SPARSE,
-        "test_embedding_bag_bfloat16_sky_*": SPARSE,
-        "test_embedding_bag_device_sky_*": SPARSE,
-        "test_embedding_bag_half_sky_*": SPARSE,
-    },
     "nn/test_pooling": {
         "test_adaptive_pooling_empty_output_size_sky_float??": TEXT,
         "test_fractional_max_pool2d_sky": TEXT,

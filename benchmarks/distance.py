@@ -12,8 +12,7 @@ from benchmarks.arena import Arena
 from benchmarks.result import Result, Skip
 from benchmarks.sample import alternate
 
-_SIZE = "small"
-_BATCH = 2
+_SIZE = "tiny"
 
 
 class Distance:
@@ -118,7 +117,7 @@ def trainer(device: Any, change: Callable[[Any], Any]) -> Callable[[int, int], f
     model, window = _model(device)
     called = change(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    data = window.expand(_BATCH, -1).contiguous()
+    data = window.expand(gpt.SIZES[_SIZE]["batch"], -1).contiguous()
 
     def train(steps: int, every: int) -> float:
         began = time.perf_counter()

@@ -7,6 +7,7 @@ from typing import Any
 
 SIZES = {
     "124M": {"layers": 12, "heads": 12, "width": 768, "vocabulary": 50304, "length": 1024, "batch": 8},
+    "tiny": {"layers": 2, "heads": 2, "width": 64, "vocabulary": 256, "length": 32, "batch": 2},
     "small": {"layers": 4, "heads": 4, "width": 128, "vocabulary": 256, "length": 64, "batch": 8},
 }
 

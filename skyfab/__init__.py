@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from skyfab.detached.run import attach as attach
     from skyfab.detached.run import runs as runs
     from skyfab.device.devices import fetch as fetch
+    from skyfab.device.devices import keep as keep
     from skyfab.device.devices import load_on as load_on
     from skyfab.device.devices import memory as memory
     from skyfab.device.devices import prefetch as prefetch
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
     from skyfab.errors import *  # noqa: F403
     from skyfab.inventory.host import Host as Host
     from skyfab.inventory.inventory import Inventory as Inventory
+    from skyfab.pool.attach_device import attach_device as attach_device
     from skyfab.pool.compute import Compute as Compute
     from skyfab.pool.streams import merge as merge
     from skyfab.providers.container import Container as Container
@@ -61,8 +63,9 @@ _ERRORS = """
 """
 _HOMES = {
     "errors": tuple(_ERRORS.split()),
+    "pool.attach_device": ("attach_device",),
     "pool.compute": ("Compute",),
-    "device.devices": ("fetch", "load_on", "memory", "prefetch", "remote", "run_on", "synchronize"),
+    "device.devices": ("fetch", "keep", "load_on", "memory", "prefetch", "remote", "run_on", "synchronize"),
     "detached.run": ("Run", "attach", "runs"),
     "context": ("InstanceInfo", "instance_info", "shard", "silent", "stderr", "stdout"),
     "calls.call": ("Call", "Function", "function", "gather"),

@@ -170,6 +170,8 @@ def close_listener() -> None:
         os.close(fd)
 
 
+JOINED, HOLDER = "SKYFAB_DEVICE", "SKYFAB_HOLDER"
+"""Variables of a worker that joins a device that stays: the id of its run, and the program that uses it."""
 STACKS = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 7) + 7
 """The signal on which a worker writes its stacks."""
 

@@ -118,6 +118,7 @@ WITHOUT_TORCH = {
     "device.stream",
     "host.device",
     "host.device.entry",
+    "host.device.stay",
     "host.device.wire",
 }
 """What the other packages import of `device`. Its other modules are imported when a device is asked for."""

@@ -1,8 +1,9 @@
-"""Formats numbers for people: sizes in bytes, and counts with their nouns."""
+"""Numbers as people read and type them: sizes in bytes, counts with their nouns, durations."""
 
 from __future__ import annotations
 
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 def readable(size: int) -> str:
@@ -34,6 +35,17 @@ def progress(done: int, total: int) -> str:
         return readable(done)
     _, scale = _unit(total)
     return f"{done if scale == 1 else _number(done / scale)} of {readable(total)}"
+
+
+def seconds_of(text: str) -> int | None:
+    """How many seconds a text means; None if it is not a duration.
+
+    >>> seconds_of("90s"), seconds_of("8h"), seconds_of("8 hours")
+    (90, 28800, None)
+    """
+    number, unit = text[:-1], text[-1:]
+    is_number = number.isascii() and number.isdigit() and len(number) < 10
+    return int(number) * _SECONDS[unit] if is_number and unit in _SECONDS else None
 
 
 def _unit(size: int) -> tuple[str, float]:

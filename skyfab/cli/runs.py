@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from skyfab._util.hints import HINTS
-from skyfab._util.sizes import counted
+from skyfab._util.sizes import counted, seconds_of
 from skyfab.cli import report
 from skyfab.cli.command import RUN, Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
 from skyfab.cli.put import fetch_remembered
@@ -26,7 +26,6 @@ Since = Annotated[
     Option("start with lines that are at most this old: 90s, 10m, 2h, 1d", "AGE", default="all"),
 ]
 Timestamps = Annotated[bool, Option("show when each line was written, by the clock of its host")]
-_UNITS: Final = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
 @command
@@ -222,10 +221,10 @@ def _age(text: str | None) -> float | None:
     """The time that lines of this age were written at. Raises UsageError."""
     if text is None:
         return None
-    number, unit = text[:-1], text[-1:]
-    if unit not in _UNITS or not number.isascii() or not number.isdigit() or len(number) > 9:
+    seconds = seconds_of(text)
+    if seconds is None:
         raise UsageError(f"invalid --since={text[:40]}: expected a number with s, m, h or d, as in --since=10m")
-    return time.time() - int(number) * _UNITS[unit]
+    return time.time() - seconds
 
 
 def _print(run: Run, *, timestamps: bool, **options: Any) -> None:

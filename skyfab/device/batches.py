@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 from skyfab.device.call_site import CallSite, describe
-from skyfab.errors import DeviceError, ProtocolError, SkyfabError
+from skyfab.errors import DeviceError, ProtocolError, SkyfabError, UsageError
 from skyfab.host.device import wire
 from skyfab.protocol import messages
 
@@ -100,6 +100,8 @@ class Batch:
                 self.buffers = buffers[1:]
             except SkyfabError as broken:
                 error = broken
+        elif isinstance(message, messages.Raised) and message.kind == "skyfab.errors.UsageError":
+            error = UsageError(message.text)  # the worker could not join a device that stays
         elif isinstance(message, messages.Raised):
             error = self._stream.worker_died(f"{message.kind}: {message.text}", self.entries)
         elif isinstance(message, messages.Ended):

@@ -19,10 +19,16 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _registering: Final = threading.Lock()
 """Held while a device gets its index."""
+staying: Final[dict[str, tuple[DeviceStream, dict[str, Any]]]] = {}
+"""Devices that outlive the program, by the ids of their runs, each with what the program keeps on it."""
 
 
-def open_device(name: str, link: HostLink) -> DeviceStream:
-    """Makes a device of this process for a device of a host. Raises UsageError and HostUnfit."""
+def open_device(name: str, link: HostLink, *, run: str = "", seeded: bool = True) -> DeviceStream:
+    """Makes a device of this process for a device of a host. Raises UsageError and HostUnfit.
+
+    One that outlives this process belongs to a `run`, whose id it is called by. If it is not `seeded`, another program
+    has used it before, and its random numbers continue.
+    """
     try:
         import torch
     except ImportError as error:
@@ -57,15 +63,20 @@ def open_device(name: str, link: HostLink) -> DeviceStream:
             if not theirs:
                 hint = "Compute(…, plugins=[sky.plugins.torch()])"
                 raise HostUnfit("its Python has no torch", host=link.name, hint=hint)
+            ours, other = (str(version).partition("+")[0] for version in (torch.__version__, theirs))
             raise HostUnfit(
                 f"has torch {theirs}, this program has {torch.__version__}: major and minor version must be equal",
                 host=link.name,
-                hint=f'Image(pip=["torch=={torch.__version__.split("+")[0]}"])',
+                hint=f'Image(pip=["torch=={ours}"])' if seeded else f"pip install torch=={other}",
             )
     except BaseException:  # also what a handler of signals raises while the host imports torch
         stream.close()
         raise
-    stream.emit([wire.SEED, torch.initial_seed() % (1 << 64), 0])  # torch.manual_seed may have come before
+    if run:
+        stream.device = str(hello["device"])
+        staying[run] = stream, {}
+    if seeded:
+        stream.emit([wire.SEED, torch.initial_seed() % (1 << 64), 0])  # torch.manual_seed may have come before
     stream.emit(patches.settings())
     if os.environ.get(ACCELERATE) in (None, *(str(old.torch_device) for old in tensors.streams if old.is_lost)):
         os.environ[ACCELERATE] = str(stream.torch_device)  # they would silently use this machine's CPU
@@ -96,6 +107,30 @@ def synchronize() -> None:
 def memory(device: torch.device) -> dict[str, int]:
     """Bytes of memory on the remote `device`: ``allocated`` by this program's tensors, ``free`` and ``total``."""
     return _stream_of(device).memory()
+
+
+def keep(device: torch.device, **values: Any) -> None:
+    """Keeps `values`, by name, on a `device` that outlives the program: tensors, modules, optimizers, state dicts.
+
+    ``sky.keep(device, model=model)``: `attach_device` returns the state dict as ``kept["model"]``. Remote tensors are
+    kept themselves: what changes them later changes what is kept. Numbers, and tensors in the memory of this program,
+    are kept as they are now, and once more when the pool is closed. ``model=None`` removes a name. Raises UsageError
+    for a device that has no name, and DeviceError for other values.
+    """
+    from skyfab.device import keeping
+
+    stream = _stream_of(device)
+    kept = kept_on(stream)
+    if kept is None:
+        hint = 'compute.device("cuda", name="lab") outlives it'
+        raise UsageError(f"{stream.torch_device} ends with the program", host=stream.link.name, hint=hint)
+    keeping.keep(stream, values)
+    kept.update(values)
+
+
+def kept_on(stream: DeviceStream) -> dict[str, Any] | None:
+    """What the program keeps on a device; None if the device ends with the program."""
+    return next((kept for one, kept in staying.values() if one is stream), None)
 
 
 def fetch(tensor: torch.Tensor) -> Future[torch.Tensor]:

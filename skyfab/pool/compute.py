@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, ParamSpec, Type
 
 from skyfab._util.html import ShownAsTable
 from skyfab._util.signals import SIGNAL_GUARD, without_signals
+from skyfab._util.sizes import seconds_of
 from skyfab.calls import nesting
 from skyfab.calls.call import (
     Call,
@@ -33,7 +34,7 @@ from skyfab.calls.pack import PackedCall, collect, pack_function, pack_streams, 
 from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
 from skyfab.calls.stream import Stream
-from skyfab.detached.run import Run, attach
+from skyfab.detached.run import Run, attach, runs
 from skyfab.errors import UsageError
 from skyfab.files.transfer import Report
 from skyfab.host.agent.actors import construct
@@ -43,7 +44,7 @@ from skyfab.plugins.base import Plugin
 from skyfab.pool.actor import Limits
 from skyfab.pool.broadcasts import Broadcasts
 from skyfab.pool.detach import Detacher
-from skyfab.pool.devices import DeviceCall, Devices
+from skyfab.pool.devices import DeviceCall, Devices, device_name
 from skyfab.pool.files import AnyPath, Files
 from skyfab.pool.forward import Forward, Forwards
 from skyfab.pool.futures import CallFuture, refuse_to_block, wait_for
@@ -607,14 +608,48 @@ class Compute(ShownAsTable):
         options = {"num-cpus": num_cpus, "object-store-memory": object_store_memory}
         return RayCluster(self, self._images, peer_addresses, options)
 
-    def device(self, kind: str = "auto", *, on: str | None = None) -> torch.device:
+    def device(
+        self,
+        kind: str = "auto",
+        *,
+        on: str | None = None,
+        name: str | None = None,
+        keep: str | float = "8h",
+        idle: str | float | None = None,
+    ) -> torch.device:
         """Returns a device of a host as a `torch.device`: tensors and modules work on it unmodified.
 
         `kind` is "cuda", "cuda:1", "cpu", or "auto" for the first GPU, or the CPU if there is none. `on` is a host, by
-        default the first.
+        default the first. With a `name` it outlives this program: what `sky.keep` keeps on it stays for `keep`, such as
+        "8h" or "30m", after a program has ended, and `sky.attach_device(name)` finds it. If it is not used for `idle`,
+        its tensors are moved into the memory of the host, until they are used again.
         """
         self._check_open()
-        return self._devices.open(named(self.hosts, on or "head"), kind, self._sync_tree()).torch_device
+        node = named(self.hosts, on or "head")
+        if name is None:
+            return self._devices.open(node, kind, self._sync_tree()).torch_device
+        from skyfab.host.device.stay import device_that_stays
+
+        limits = _seconds("keep", keep), None if idle is None else _seconds("idle", idle)
+        for run in runs(self.selected, inventory=self.inventory):
+            if run.name == name and run.state == "running":
+                if (opened := self._devices.streams.get((node.name, run.id))) is not None:
+                    return opened.torch_device
+                hint = f'sky.attach_device("{name}"), or free it: skyfab stop {run.id[:8]}'
+                raise UsageError(f"there is a run {name!r}", host=run.hosts[0], hint=hint)
+        stay = Function(device_that_stays, timeout=1e9)  # that of the pool is for other calls
+        run = self.launch(stay(device_name(node, kind), *limits), on=node.name, name=name)
+        try:
+            return self.join_device(run, seeded=True).torch_device
+        except BaseException:
+            if run.status == "failed":
+                run.raise_failure()
+            run.stop()
+            raise
+
+    def join_device(self, run: Run, *, seeded: bool) -> DeviceStream:
+        """Uses the device of a `run`. If it is not `seeded`, its random numbers continue. Raises UsageError."""
+        return self._devices.join(named(self.hosts, run.hosts[0]), run.id, self._sync_tree(), seeded=seeded)
 
     def _check_call(self, call: Call[Any]) -> None:
         if not isinstance(call, Call):
@@ -676,6 +711,13 @@ def _parents_pool() -> UsageError:
         "this pool was opened by the process that this one was forked from",
         hint="open another one in this process: with sky.Compute(…) as compute: …",
     )
+
+
+def _seconds(option: str, value: str | float) -> float:
+    """Raises UsageError."""
+    found = seconds_of(value) if isinstance(value, str) else value
+    check_seconds(option, value if found is None else found)
+    return float(found or 0)
 
 
 def _check_options(*, ranks: int | str, slots: int | None, seconds: Mapping[str, Any], results: str, ui: str) -> None:

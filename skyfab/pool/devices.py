@@ -6,13 +6,18 @@ the tensors themselves, and everything that was sent before it has been executed
 
 from __future__ import annotations
 
+import atexit
 import copy
+import getpass
+import os
+import socket
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
+from skyfab import context
 from skyfab._util.signals import SIGNAL_GUARD, is_from_handler
 from skyfab._util.sizes import counted
 from skyfab.calls.call import Call, as_function
@@ -168,7 +173,7 @@ class Devices:
 
     def open(self, node: Node, kind: str, tree: str) -> DeviceStream:
         """The device of a host. The same one is the same device. Raises UsageError and HostUnfit."""
-        name = _device_name(node, kind)
+        name = device_name(node, kind)
         with self._lock:
             opening = self._opening[node.name, name]
         with opening:  # threads that ask for one device at once get the same one, and do not wait for other hosts
@@ -183,11 +188,30 @@ class Devices:
                 stream = self.streams[node.name, name] = devices.open_device(name, link)
             return stream
 
+    def join(self, node: Node, run: str, tree: str, *, seeded: bool) -> DeviceStream:
+        """The device that a detached run has. Raises UsageError if another program uses it.
+
+        Its worker gives its pipes to the process of the run (host/agent/join.py).
+        """
+        holder = f"{getpass.getuser()}@{socket.gethostname()} (process {os.getpid()})"
+        spec = self._spec_of(node, "")
+        env = {**spec.env, context.JOINED: run, context.HOLDER: holder}
+        spec = replace(spec, env=env, pipelined=True, claims=False)
+        link = DeviceLink(node, f"device.{run}", spec, pack_function(self._execute, each=False), self._events)
+        link.tree = tree
+        stream = self.streams[node.name, run] = devices.open_device(run, link, run=run, seeded=seeded)
+        atexit.register(self.close)  # the kernel of a notebook may end without closing the pool
+        return stream
+
     def close(self) -> None:
         """The pool closes. An error that no use of a device has raised is reported."""
         streams, self.streams = self.streams, {}
         for stream in streams.values():
             error = stream.earlier_error
+            if (kept := devices.kept_on(stream)) and not stream.is_lost:
+                from skyfab.device import keeping
+
+                keeping.save(stream, kept)
             stream.close()
             if isinstance(error, DeviceError):
                 text = f"this error was not raised, because the device was not used again: {error.message}"
@@ -251,7 +275,7 @@ class Devices:
         return started
 
 
-def _device_name(node: Node, kind: str) -> str:
+def device_name(node: Node, kind: str) -> str:
     """The device's name on its host. Raises UsageError and HostUnfit."""
     base, _, number = kind.partition(":")
     if base == "auto" and not number:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -97,6 +98,37 @@ def test_the_trainer_uses_the_device(run: Run) -> None:
     first, *_, last = losses(lines)
     assert all(" on sky:0: " in line for line in lines if line.startswith("step")) and last < first / 2
     assert percent(right) > 75
+
+
+def kernel(notebook: str, tag: str) -> str:
+    """The program that a kernel executes: the cells with this tag, and those without any."""
+    cells = json.loads((EXAMPLES / f"{notebook}.ipynb").read_text())["cells"]
+    tags = {tag, None}
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    return "\n\n".join("".join(cell["source"]) for cell in code if cell["metadata"].get("tags", [None])[0] in tags)
+
+
+def test_a_notebook_goes_on_in_another_kernel(lent_lab: Lab, tmp_path: Path) -> None:
+    changes = {
+        'HOSTS = "local"': 'HOSTS = "node1"',
+        "DTYPE = torch.bfloat16": "DTYPE = torch.float32",
+        "OPTIONS = {}": 'OPTIONS = {"there": "eager"}',
+    }
+    env = {**os.environ, "SKYFAB_INVENTORY": str(lent_lab.inventory)}
+    found = []
+    for tag in ("first", "second"):
+        text = kernel("finetune", tag)
+        for before, after in changes.items():
+            assert before in text
+            text = text.replace(before, after)
+        words = [sys.executable, "-c", text]
+        ran = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170)
+        assert ran.returncode == 0, ran.stderr
+        found.append(ran.stdout.splitlines())
+    (*first, right), (*second, turned) = found
+    assert losses(first)[-1] < losses(first)[0] / 2 and percent(right) > 50
+    assert losses(second)[0] < losses(first)[0] / 2, "it goes on where the first kernel has ended"
+    assert losses(second)[-1] < losses(second)[4] / 2 and percent(turned) > 50
 
 
 def test_accelerate_uses_the_device(run: Run) -> None:

@@ -47,6 +47,10 @@ def main(source: int, sink: int, request: dict[str, Any]) -> None:
     """Serves calls until the agent closes the pipe."""
     _settle(request)
     rank = Worker(source, sink, request["stores"], plain=request["plain"])
+    if context.JOINED in request["env"]:
+        from skyfab.host.agent.join import hand_over
+
+        rank.unfit = hand_over(request, source, sink)
     if request["threads"] > 1:
         rank.use_threads(request["threads"])
     signal.signal(signal.SIGINT, rank.interrupted)

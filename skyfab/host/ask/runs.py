@@ -57,7 +57,7 @@ def _described(run: str) -> dict[str, Any] | None:
             "alive": alive,
             "changed": os.stat(f"{run}/status").st_mtime,
             "pool": _pool_of(run),
-            "last": _last(f"{run}/logs"),
+            "last": last_line(f"{run}/logs"),
         }
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
@@ -106,7 +106,7 @@ def _pool_of(run: str) -> str:
     return os.path.basename(folder).rpartition("-")[0]
 
 
-def _last(logs: str) -> str:
+def last_line(logs: str) -> str:
     """The last line of the log that was written last, of those that have one."""
     try:
         files = sorted(os.scandir(logs), key=lambda file: (-file.stat().st_mtime_ns, file.name))

@@ -33,6 +33,10 @@ class TensorChannels:
         if ident in self._channels:
             self._channels.pop(ident).close()
 
+    def close_all(self) -> None:
+        for ident in list(self._channels):
+            self.close(ident)
+
     def _channel(self, ident: int) -> TensorChannel:
         found = self._channels.get(ident)
         if found is None:  # it was broken, and is forgotten

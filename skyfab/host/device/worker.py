@@ -6,7 +6,7 @@ client has raised it: the state stays as if the program had stopped at that inst
 
 from __future__ import annotations
 
-import functools
+import gc
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -43,6 +43,8 @@ class Executor:
         self._iterators: dict[int, RunningGenerator] = {}
         """Generators of functions that a program iterates over."""
         self._channels = TensorChannels(self._tensors, self._device)
+        self.close = self._channels.close_all
+        self.tensors = self._tensors.values
         self._failure: Failure | None = None
         """Why instructions are not executed; None if they are."""
         self._reply: Any = None
@@ -171,7 +173,7 @@ class Executor:
         torch.set_deterministic_debug_mode(mode)
 
     def _hello(self, _: Sequence[Any]) -> None:
-        self._reply = {"value": {"torch": torch.__version__}}
+        self._reply = {"value": {"torch": torch.__version__, "device": str(self._device)}}
 
     # ---- tensors
 
@@ -298,7 +300,24 @@ class Executor:
         return self._tensors[ident].detach()
 
 
-@functools.cache
+_executors: Final[dict[str, Executor]] = {}
+
+
 def executor(device: str) -> Executor:
     """The executor of a device of this host."""
-    return Executor(device)
+    found = _executors.get(device)
+    if found is None:
+        found = _executors[device] = Executor(device)
+    return found
+
+
+def begin(name: str, device: str) -> None:
+    """Frees all that a program has in this process. The next one may call this device of the host by a `name`."""
+    for found in _executors.values():
+        found.close()
+    _executors.clear()
+    composite_host.MODULES.clear()
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    _executors[name] = _executors[device] = Executor(device)

@@ -6,7 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any
 
 from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted, seconds_of

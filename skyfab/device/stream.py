@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
-from skyfab.device.batches import Batch, Entry, Then, current, observers
+from skyfab.device.batches import Batch, Entry, Then, after_error, current, observers
 from skyfab.device.call_site import CallSite, describe, find_call_site
 from skyfab.device.storages import RemoteStorage, forget
 from skyfab.errors import DeviceError, HostLost, SkyfabError, UsageError, WorkerDied
@@ -345,8 +345,6 @@ class DeviceStream:
         It must not use what instructions of other threads would have changed in place, nor such changes that autograd
         has recorded. This thread's other changes have not happened, as if it had stopped before them.
         """
-        from skyfab.device import after_error
-
         assert self._error is not None
         entries = self.buffer[:]  # other threads append meanwhile
         with self._replying:
@@ -360,7 +358,7 @@ class DeviceStream:
             self.buffer[: len(entries)] = [*remembered, resume]
             self._error, self._skipped, self._uploads, self._size = None, [], [], 0
             self.limit = BATCH if self._lost is None else 0
-        after_error.forget(entry[0] for entry in skipped)
+        after_error(skipped)
 
     def leave_to_parent(self) -> None:
         """This process was forked: the device belongs to the parent."""

@@ -44,13 +44,24 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     try:
         yield
     finally:
-        if _opened and (nextitem is None or nextitem.path.parent != item.path.parent):
-            lab, pool = _opened.pop()
-            hosts = [host for host in lab.hosts if host.kind == "namespace"]
-            with lab:
-                pool.close()
-                left = traces.left([lambda host=host: traces.on(host) for host in hosts])  # type: ignore[misc]
-            assert not left, f"left behind by the tests of devices: {sorted(left)}"
+        if nextitem is None or nextitem.path.parent != item.path.parent:
+            _close()
+
+
+def _close() -> None:
+    if _opened:
+        lab, pool = _opened.pop()
+        hosts = [host for host in lab.hosts if host.kind == "namespace"]
+        with lab:
+            pool.close()
+            left = traces.left([lambda host=host: traces.on(host) for host in hosts])  # type: ignore[misc]
+        assert not left, f"left behind by the tests of devices: {sorted(left)}"
+
+
+@pytest.fixture
+def no_devices() -> None:
+    """None is open."""
+    _close()
 
 
 @pytest.fixture(scope="module")

@@ -277,6 +277,7 @@ def test_a_thread_that_sends_is_not_disturbed(stream: DeviceStream, node: Node) 
     assert len(node.sent) == 1
 
 
+@pytest.mark.usefixtures("no_devices")
 def test_batches_are_sent_by_themselves(stream: DeviceStream, node: Node) -> None:
     """And the thread that does so ends with the last device, and begins again with the next one."""
     for number in range(2):

@@ -300,7 +300,10 @@ def test_map_takes_several_iterables_and_any_callable(pool: sky.Compute) -> None
     assert pool.map(Adder(5).twice, [1]) == [7]
     with pytest.raises(TypeError, match=r"map\(\) takes items too: compute\.map\(add, items\)"):
         pool.map(add)
-    with pool.actor(Adder, 5) as adder, pytest.raises(Exception, match=r"to map: \[model\.f\.submit\(x\) for x"):
+    with (
+        pool.actor(Adder, 5) as adder,
+        pytest.raises(Exception, match=r"to map a method of an actor: \[model\.f\.sub"),
+    ):
         pool.map(adder.twice, [1])
     assert pool.map(Adder, [1]) == [Adder(1)]
     assert pool.map(square, []) == []

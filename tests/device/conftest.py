@@ -25,6 +25,7 @@ from stage import traces
 import skyfab as sky
 from skyfab.device.batches import Batch
 from skyfab.device.devices import open_device
+from skyfab.device.stream import BATCH
 from skyfab.host.device import entry
 from skyfab.lab import Lab
 from skyfab.protocol import codec, messages
@@ -214,6 +215,7 @@ class Failing:
     def __enter__(self) -> torch.Tensor:
         """Returns the result of the instruction."""
         sky.synchronize()
+        self._stream.limit = BATCH  # after a wait, less is sent at a time
         self._stream._lock.acquire()
         return self._table[self._index]
 

@@ -76,8 +76,7 @@ def test_a_value_in_every_step_is_one_round_trip(device: Any, traffic: Traffic, 
     for _ in range(STEPS):
         *before, sent, wait, over = traffic.of(step)
         assert (sent, wait, over) == ("sent", "wait", "over")
-        assert set(before) <= {"sent"}  # an idle host begins with a graph at once
-        assert way != "operators" or not before  # a step has fewer instructions than one message
+        assert set(before) <= {"sent"}  # an idle host begins with a graph, or the first operators
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -20,7 +20,7 @@ from skyfab.pool.attach_device import POOLS
 
 torch = pytest.importorskip("torch")
 
-from skyfab.host.device.parking import Parking  # noqa: E402 - it imports torch
+from skyfab.host.device.moved_memory import MovedMemory  # noqa: E402 - it imports torch
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -401,21 +401,21 @@ def test_memory_that_is_moved() -> None:
     y = (x @ weight).sigmoid()
     view, expected = y[3:5].t(), y.detach().clone()
     received = torch.frombuffer(bytearray(64), dtype=torch.uint8)
-    parking = Parking()
-    parking.park([y.detach(), view, weight, received, torch.empty(0)])
-    assert parking.size() == 4 * (50 * 20 + 20 * 20)
+    moved = MovedMemory()
+    moved.move_out([y.detach(), view, weight, received, torch.empty(0)])
+    assert moved.size() == 4 * (50 * 20 + 20 * 20)
     assert y.untyped_storage().nbytes() == weight.untyped_storage().nbytes() == 0
     assert received.sum() == 0, "PyTorch cannot free it"
-    parking.restore()
-    assert not parking.size() and torch.equal(y, expected) and torch.equal(view, expected[3:5].t())
+    moved.restore()
+    assert not moved.size() and torch.equal(y, expected) and torch.equal(view, expected[3:5].t())
     y.sum().backward()
     assert x.grad is not None and torch.allclose(x.grad, (expected * (1 - expected)) @ weight.t(), atol=1e-6)
 
 
 def test_memory_that_does_not_come_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = torch.arange(10), torch.arange(20)
-    parking = Parking()
-    parking.park(tensors)
+    moved = MovedMemory()
+    moved.move_out(tensors)
     with monkeypatch.context() as patch:
 
         def full(*_: object, **__: object) -> None:
@@ -423,6 +423,6 @@ def test_memory_that_does_not_come_back_at_once(monkeypatch: pytest.MonkeyPatch)
 
         patch.setattr(torch.UntypedStorage, "copy_", full)
         with pytest.raises(torch.OutOfMemoryError):
-            parking.restore()
-    parking.restore()
+            moved.restore()
+    moved.restore()
     assert [tensor.tolist() for tensor in tensors] == [list(range(10)), list(range(20))]

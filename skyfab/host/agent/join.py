@@ -47,7 +47,7 @@ def hand_over(request: dict[str, Any], source: int, sink: int) -> Exception:
             time.sleep(_TICK)
         socket.send_fds(link, [json.dumps(about).encode()], [source, sink, 1, 2])
         reply = link.recv(4096)
-    if reply != b"welcome":
+    if reply != b"accepted":
         why = reply.decode(errors="replace") or last_line(f"{run}/logs") or "the device has ended"
         return UsageError(why, hint=f"wait until it is free, or free it: skyfab stop {os.path.basename(run)[:8]}")
     for fd in (source, sink, 1, 2):

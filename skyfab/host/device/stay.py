@@ -24,7 +24,7 @@ from skyfab.host.agent.worker import Worker
 if TYPE_CHECKING:
     import torch
 
-    from skyfab.host.device.parking import Parking
+    from skyfab.host.device.moved_memory import MovedMemory
 
 _UNUSED: Final = "; unused, in the memory of the host"
 
@@ -52,10 +52,10 @@ class Stay:
         self._listener.listen(8)
 
     @functools.cached_property
-    def _parking(self) -> Parking:
-        from skyfab.host.device.parking import Parking
+    def _moved(self) -> MovedMemory:
+        from skyfab.host.device.moved_memory import MovedMemory
 
-        return Parking()
+        return MovedMemory()
 
     def run(self) -> None:
         """Serves one program after another, until none has come for long enough."""
@@ -64,7 +64,7 @@ class Stay:
                 link.settimeout(5)
                 data, fds, _, _ = socket.recv_fds(link, 65536, 4)
                 try:
-                    self._welcome(link, json.loads(data), fds)
+                    self._accept(link, json.loads(data), fds)
                 finally:
                     for fd in fds:
                         os.close(fd)
@@ -79,32 +79,32 @@ class Stay:
             self._listener.settimeout(seconds)
             with contextlib.suppress(TimeoutError):
                 return self._listener.accept()[0]
-            self.park()
+            self.move_out()
         return None
 
-    def _welcome(self, link: socket.socket, about: Mapping[str, Any], fds: list[int]) -> None:
+    def _accept(self, link: socket.socket, about: Mapping[str, Any], fds: list[int]) -> None:
         """Is the worker of a program until that ends."""
         if about["versions"] != VERSIONS:
             link.sendall(b"it was started by another version of skyfab")
             return
-        link.sendall(b"welcome")
+        link.sendall(b"accepted")
         from skyfab.host.device import worker  # it imports torch, which may take longer than the worker waits
 
         self._holder = about["holder"]
         self._say(f"in use by {self._holder}: {self._contents()}")
         worker.begin(about["device"], self._device)
-        guest = _Guest(self, fds[0], fds[1], about)
-        context.hold_client(guest)
+        attached = _AttachedWorker(self, fds[0], fds[1], about)
+        context.hold_client(attached)
         try:
             self._write_to(fds[2:])
-            guest.serve()
+            attached.serve()
         finally:  # it may have ended while a reply was sent
-            guest.flush()
+            attached.flush()
             with contextlib.suppress(RuntimeError):
                 self.restore()  # what is not kept is freed, wherever it is
             self._write_to(self._output)
             worker.begin(about["device"], self._device)
-            guest.check()
+            attached.check()
 
     def _write_to(self, output: list[int]) -> None:
         for fd, target in zip(output, (1, 2), strict=True):
@@ -132,25 +132,25 @@ class Stay:
         found = (*tree_leaves(self.kept), *worker.executor(self._device).tensors())
         return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
-    def park(self) -> None:
+    def move_out(self) -> None:
         """Moves all tensors into the memory of the host, if they are to be moved when they are not used."""
-        if self.idle is not None and not self._parking.size():
-            self._parking.park(self._tensors())
-            self._say(self._said + (_UNUSED if self._parking.size() else ""))
+        if self.idle is not None and not self._moved.size():
+            self._moved.move_out(self._tensors())
+            self._say(self._said + (_UNUSED if self._moved.size() else ""))
 
     def restore(self) -> None:
         """Moves them back. Raises RuntimeError if they do not fit into the memory of the device now."""
-        if self._parking.size():
-            self._parking.restore()
+        if self._moved.size():
+            self._moved.restore()
             self._say(self._said.removesuffix(_UNUSED))
 
     def _contents(self) -> str:
         """The names that are kept, and the memory of all tensors."""
         if not self.kept:
             return "no tensors"
-        from skyfab.host.device.parking import storages_of
+        from skyfab.host.device.moved_memory import storages_of
 
-        size = sum(storage.nbytes() for storage in storages_of(self._tensors())) + self._parking.size()
+        size = sum(storage.nbytes() for storage in storages_of(self._tensors())) + self._moved.size()
         amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
         return f"{', '.join(self.kept)} ({amount})"
 
@@ -162,7 +162,7 @@ class Stay:
                 os.write(self._output[0], f"{self._device}: {text}\n".encode())
 
 
-class _Guest(Worker):
+class _AttachedWorker(Worker):
     """The worker of a program, in the process that has the tensors."""
 
     def __init__(self, stay: Stay, source: int, sink: int, about: Mapping[str, Any]) -> None:
@@ -172,7 +172,7 @@ class _Guest(Worker):
     def _pump(self) -> bool:
         idle = self._stay.idle
         if idle is not None and not select.select([self.source], [], [], idle)[0]:
-            self._stay.park()
+            self._stay.move_out()
         return super()._pump()
 
     def _function(self, digest: str) -> Any:

@@ -10,35 +10,35 @@ from collections.abc import Iterable
 import torch
 
 
-class Parking:
+class MovedMemory:
     """Storages whose bytes are in the host's memory."""
 
     def __init__(self) -> None:
-        self._parked: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
+        self._moved: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
         """Each with its copy."""
 
     def size(self) -> int:
         """How many bytes there are."""
-        return sum(copy.nbytes() for _, copy in self._parked)
+        return sum(copy.nbytes() for _, copy in self._moved)
 
-    def park(self, tensors: Iterable[torch.Tensor]) -> None:
+    def move_out(self, tensors: Iterable[torch.Tensor]) -> None:
         """Moves the memory of these tensors, except such that PyTorch cannot free: that of a received message."""
         for storage in storages_of(tensors):
             if storage.nbytes() and storage.resizable():
                 copy = torch.UntypedStorage(storage.nbytes(), device="cpu")
                 copy.copy_(storage, non_blocking=False)
-                self._parked.append((storage, copy))
+                self._moved.append((storage, copy))
                 storage.resize_(0)
         if torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
     def restore(self) -> None:
         """Moves everything back. Raises OutOfMemoryError; what is then not back can be moved later."""
-        while self._parked:
-            storage, copy = self._parked[-1]
+        while self._moved:
+            storage, copy = self._moved[-1]
             storage.resize_(copy.nbytes())
             storage.copy_(copy, non_blocking=False)
-            self._parked.pop()
+            self._moved.pop()
 
 
 def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:

@@ -51,6 +51,8 @@ class Connection:
         self._mux = self.replies.mux
         self._reader = reader
         self._reconnector: Reconnector | None = None
+        self._resumed: tuple[float, Reconnector] | None = None
+        """When it was open again after the last outage, and what served it then."""
         self._link: Link | None = None
         self.stream: Stream | None = None
         self._source = self._stderr = self._sink = -1
@@ -395,13 +397,23 @@ class Connection:
             if self.state is State.CONNECTING:
                 self._enter(State.OPEN)  # the hello was received just before the stream broke
             self._enter(State.SUSPECT)
-            self._reconnector = Reconnector(self, reason)
+            self._reconnector = Reconnector(self, reason, self._since())
             self.replies.after.append(self._reconnector.start)
         return self._reconnector
 
+    def _since(self) -> float:
+        """Since when the host is away. A stream that ended soon, and brought nothing, was only a part of an outage."""
+        if self._resumed is not None:
+            at, last = self._resumed
+            if self.timing.clock() - at < self.timing.suspect_after and self._mux.received == last.received:
+                return last.since
+        return self._mux.last_received
+
     def resume(self) -> None:
         """Reopens the connection: the agent responds again."""
+        assert self._reconnector is not None
         self._enter(State.OPEN)
+        self._resumed = self.timing.clock(), self._reconnector
         self._reconnector = None
 
     def _end(self, error: Exception | None) -> None:

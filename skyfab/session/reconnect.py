@@ -67,7 +67,7 @@ class Suspect(Protocol):
 class Reconnector:
     """Serves one connection from when it becomes suspect until it is open, lost or closed."""
 
-    def __init__(self, connection: Suspect, reason: str) -> None:
+    def __init__(self, connection: Suspect, reason: str, since: float) -> None:
         """Called with the connection's lock held. With an empty `reason`, the broken stream gives the reason."""
         self._connection = connection
         self._timing = connection.timing
@@ -76,7 +76,8 @@ class Reconnector:
         """A stream that the connection should switch to."""
         self.lost_error: Exception | None = None
         """Why the host is lost."""
-        self.since = connection.replies.mux.last_received
+        self.since = since
+        self.received = connection.replies.mux.received
         self._others_since = self.since
         """Since when other hosts have responded while this one has not."""
         self._ping_seq = connection.replies.mux.ping()

@@ -471,6 +471,32 @@ def test_suspect_lost_after_its_lease(bench: Bench) -> None:
     assert found == [bench.connection.ended]
 
 
+@pytest.mark.parametrize("useful", [False, True])
+def test_streams_that_end_before_they_bring_anything_do_not_prolong_the_lease(bench: Bench, useful: bool) -> None:
+    bench.open()
+    found = bench.request()
+    for _ in range(100):
+        bench.break_stream()
+        bench.agent.outcomes = [Stream()]
+        bench.stream = bench.agent.outcomes[0]
+        bench.step()
+        bench.step()
+        if bench.state is State.LOST:
+            break
+        bench.stream.hello()
+        if useful:
+            head = filled(messages.Exited).encode()
+            bench.stream.say(frame(HEAD, 2, head, len(head)))
+        bench.reader.turn()
+        bench.step()
+        bench.pass_time(1)
+    if useful:
+        assert bench.state is State.OPEN
+    else:
+        assert "lease of 60 s" in lost_because(bench)
+        assert found == [bench.connection.ended]
+
+
 def test_suspect_lost_sooner_when_other_hosts_respond(bench: Bench) -> None:
     bench.open()
     bench.listener.others = True

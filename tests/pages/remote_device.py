@@ -54,6 +54,16 @@ def load(path):
 x, y = batches, torch.randint(4, (8,), device=device)
 optimizer = torch.optim.AdamW(model.parameters())
 
+# before block 5
+before, Model = (compute, device, model, optimizer), Net
+
+# before block 6
+compute.close()
+
+# before block 7
+sky.attach("lab").stop()
+compute, device, model, optimizer = before
+
 # after the last block
 assert hidden.device == device
 assert features.cpu().tolist() == [1, 1, 1]

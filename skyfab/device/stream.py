@@ -147,9 +147,9 @@ class DeviceStream:
             return self._send()
 
     def flush_if_idle(self) -> None:
-        """Sends what has been emitted if the host has nothing else to do: after an instruction that takes long."""
+        """As `try_flush`, if the host has nothing else to do: after an instruction that takes long."""
         if not self._ahead:
-            self.flush()
+            self.try_flush()
 
     def try_flush(self) -> bool:
         """Sends what has been emitted, unless another thread is sending. Returns whether there was something."""

@@ -35,8 +35,11 @@ torch = pytest.importorskip("torch")
 IN_PROCESS = os.environ.get("SKYFAB_TEST_DEVICE") == "process"
 
 
-_opened: list[tuple[Lab, sky.Compute]] = []
-"""The pool that is open while tests of this folder follow each other: for each, torch is imported on both hosts."""
+_opened: list[tuple[Lab, sky.Compute, set[str]]] = []
+"""The pool that is open while tests of this folder follow each other: for each, torch is imported on both hosts.
+
+And the modules that its hosts can import: those that were imported here when it was opened.
+"""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -51,7 +54,7 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def _close() -> None:
     if _opened:
-        lab, pool = _opened.pop()
+        lab, pool, _ = _opened.pop()
         hosts = [host for host in lab.hosts if host.kind == "namespace"]
         with lab:
             pool.close()
@@ -66,18 +69,20 @@ def no_devices() -> None:
 
 
 @pytest.fixture(scope="module")
-def remote_pool() -> sky.Compute:
+def remote_pool(request: pytest.FixtureRequest) -> sky.Compute:
     """Two hosts over SSH, of these tests' own. Other modules use it too: a test that ends a worker has its own pool."""
     if IN_PROCESS:
         pytest.skip("needs hosts")
+    if _opened and request.module.__name__ not in _opened[0][2]:
+        _close()
     if not _opened:
         kind: Any = os.environ.get("SKYFAB_TEST_LAB", "auto")
         lab = Lab.start(count=2, kind=kind, python=sys.executable)
         traces.kept.add(str(lab.folder))
         pool = sky.Compute(inventory=lab.inventory, ui="none")
-        _opened.append((lab, pool))
+        _opened.append((lab, pool, {*sys.modules}))
         pool.open()
-    _, pool = _opened[0]
+    _, pool, _ = _opened[0]
     for host in pool.hosts:
         pool.device("cpu", on=host.name)
     gc.collect()

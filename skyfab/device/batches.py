@@ -38,7 +38,7 @@ on_error: Final[list[Callable[[Sequence[Sequence[Any]]], None]]] = []
 """Called with the instructions that hosts have not executed because of an error, when that is raised."""
 
 
-def after_error(skipped: Sequence[Entry]) -> None:
+def report_skipped(skipped: Sequence[Entry]) -> None:
     for call in on_error:
         call([entry[0] for entry in skipped])
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
-from skyfab.device.batches import Batch, Entry, Then, after_error, current, observers
+from skyfab.device.batches import Batch, Entry, Then, current, observers, report_skipped
 from skyfab.device.call_site import CallSite, describe, find_call_site
 from skyfab.device.storages import RemoteStorage, forget
 from skyfab.errors import DeviceError, HostLost, SkyfabError, UsageError, WorkerDied
@@ -358,7 +358,7 @@ class DeviceStream:
             self.buffer[: len(entries)] = [*remembered, resume]
             self._error, self._skipped, self._uploads, self._size = None, [], [], 0
             self.limit = BATCH if self._lost is None else 0
-        after_error(skipped)
+        report_skipped(skipped)
 
     def leave_to_parent(self) -> None:
         """This process was forked: the device belongs to the parent."""

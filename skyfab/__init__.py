@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from skyfab.calls.stream import stream as stream
     from skyfab.context import InstanceInfo as InstanceInfo
     from skyfab.context import instance_info as instance_info
+    from skyfab.context import report as report
     from skyfab.context import shard as shard
     from skyfab.context import silent as silent
     from skyfab.context import stderr as stderr
@@ -67,7 +68,7 @@ _HOMES = {
     "pool.compute": ("Compute",),
     "device.devices": ("fetch", "keep", "load_on", "memory", "prefetch", "remote", "run_on", "synchronize"),
     "detached.run": ("Run", "attach", "runs"),
-    "context": ("InstanceInfo", "instance_info", "shard", "silent", "stderr", "stdout"),
+    "context": ("InstanceInfo", "instance_info", "report", "shard", "silent", "stderr", "stdout"),
     "calls.call": ("Call", "Function", "function", "gather"),
     "calls.image": ("Image", "PipIndex"),
     "inventory.host": ("Host",),

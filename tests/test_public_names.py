@@ -65,6 +65,7 @@ NAMES = [
     "merge",
     "prefetch",
     "remote",
+    "report",
     "run_on",
     "runs",
     "shard",

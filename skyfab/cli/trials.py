@@ -1,0 +1,113 @@
+"""Which trials a sweep has: all combinations of the values that were typed, or a line of a file for each."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+import shlex
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from skyfab._util.sizes import counted
+from skyfab.calls.manifest import text_of
+from skyfab.errors import UsageError
+
+MOST: Final = 10_000
+"""Trials of a sweep."""
+_NAME: Final = 100
+"""Characters of a folder's name, without the number."""
+_RANGE: Final = re.compile(r"([-+.\de]*\d)\.\.([-+.\de]*\d)", re.ASCII)
+_COMMA: Final = re.compile(r",(?![^\[({]*[\])}])")
+"""A comma between values: ``[64,64]`` is one value."""
+
+
+def trials_of(patterns: Sequence[str], grid: str | None = None) -> list[tuple[str, ...]]:
+    """The words for the script, for each trial. Raises UsageError.
+
+    >>> trials_of(["lr=1e-3,1e-4", "--fast"])
+    [('lr=1e-3', '--fast'), ('lr=1e-4', '--fast')]
+    >>> trials_of(["seed=3..5"])
+    [('seed=3',), ('seed=4',), ('seed=5',)]
+    """
+    if not patterns and grid is None:
+        raise UsageError("no trials", hint="name values, as in lr=1e-3,1e-4 seed=1..5, or --grid=FILE")
+    columns = [_values(pattern) for pattern in patterns]
+    lines = [()] if grid is None else _lines(Path(grid).expanduser())
+    count = len(lines) * math.prod(map(len, columns))
+    if count > MOST:
+        raise UsageError(
+            f"{counted(count, 'trial')}: a sweep has at most {MOST:,}", hint="split it, or use fewer values"
+        )
+    found = [(*line, *words) for line in lines for words in itertools.product(*columns)]
+    if len(set(found)) < count:
+        ((twice, _),) = Counter(found).most_common(1)
+        raise UsageError(f"the same trial twice: {shlex.join(twice)}", hint="to repeat trials, add a seed: seed=1..3")
+    return found
+
+
+def _values(pattern: str) -> Sequence[str]:
+    """The words that a pattern stands for, each as the script is given it."""
+    name, equals, text = pattern.partition("=")
+    if not equals:
+        return [pattern]
+    found: list[str] = []
+    for value in _COMMA.split(text):
+        if not value:
+            raise UsageError(f"an empty value in {pattern!r}", hint="a file of lines may have them: --grid=FILE")
+        if (match := _RANGE.fullmatch(value)) is None:
+            found.append(f"{name}={value}")
+            continue
+        try:
+            first, last = map(int, match.groups())
+        except ValueError:
+            raise UsageError(
+                f"{value} in {pattern!r}: a range has whole numbers", hint="list the values: lr=0.1,0.2"
+            ) from None
+        if last < first:
+            raise UsageError(f"{value} in {pattern!r} gives no trial", hint=f"smallest first: {name}={last}..{first}")
+        if last - first >= MOST:
+            raise UsageError(f"{pattern!r} gives more than {MOST:,} trials", hint="use a shorter range")
+        found += [f"{name}={number}" for number in range(first, last + 1)]
+    return found
+
+
+def _lines(path: Path) -> list[tuple[str, ...]]:
+    found = []
+    for number, line in enumerate(text_of(path).splitlines(), 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UsageError(f"{path}: line {number}: {str(error).lower()}") from None
+        found += [tuple(words)] if words else []
+    if not found:
+        raise UsageError(f"{path} gives no trial", hint="write the arguments of a trial on each line: lr=1e-3 seed=1")
+    return found
+
+
+def settings_of(trials: Sequence[Sequence[str]]) -> list[dict[str, str]]:
+    """The names and values of each trial, without what all trials have in common.
+
+    >>> settings_of([["--lr=1e-3", "fast"], ["--lr=1e-4", "fast"]])
+    [{'lr': '1e-3'}, {'lr': '1e-4'}]
+    """
+    common = set.intersection(*map(set, trials)) if len(trials) > 1 else set()
+    return [dict(_setting(word) for word in words if word not in common) for words in trials]
+
+
+def _setting(word: str) -> tuple[str, str]:
+    name, equals, value = word.lstrip("-").partition("=")
+    return (name, value) if equals else (word, "yes")
+
+
+def folders_of(trials: Sequence[Sequence[str]]) -> list[str]:
+    """A name for the folder of each trial: its number, and what distinguishes it.
+
+    >>> folders_of([["--lr=1e-3", "data=a/b"], ["--lr=1e-4", "data=a/b"]])
+    ['0001-lr=1e-3', '0002-lr=1e-4']
+    """
+    texts = ["-".join(f"{name}={value}" for name, value in one.items()) for one in settings_of(trials)]
+    names = [re.sub(r"[^\w.=+-]+", "_", text, flags=re.ASCII)[:_NAME] for text in texts]
+    return [f"{number:04}-{name}".rstrip("-") for number, name in enumerate(names, 1)]

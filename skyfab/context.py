@@ -147,6 +147,20 @@ def own_folder() -> str:
     return _folder
 
 
+_run = ""
+
+
+def hold_run(path: str) -> None:
+    """Sets the folder of the detached run that this worker belongs to. Called once, by the worker itself."""
+    global _run
+    _run = path
+
+
+def run_folder() -> str:
+    """The folder of this host's part of a detached run; empty in any other call."""
+    return _run
+
+
 _listener = -1
 
 

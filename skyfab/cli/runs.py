@@ -6,6 +6,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated, Any
 
 from skyfab._util.hints import HINTS
@@ -13,6 +14,7 @@ from skyfab._util.sizes import counted, seconds_of
 from skyfab.cli import report
 from skyfab.cli.command import RUN, Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
 from skyfab.cli.put import fetch_remembered
+from skyfab.detached.folder import phase_of
 from skyfab.errors import HostError, PoolError, SkyfabError, UsageError
 from skyfab.ui.terminal import clean, clean_lines, settled
 
@@ -32,8 +34,9 @@ Timestamps = Annotated[bool, Option("show when each line was written, by the clo
 def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = False) -> int:
     """List detached runs, the latest first.
 
-    Shows the ID, state, start, ranks, GPUs, hosts, name and last line of each. Without --hosts, includes runs on this
-    machine. Exits with 3 if a host does not respond.
+    Shows the ID, state, start, ranks, GPUs, hosts, name and last line of each. The state of a run that waits, or of a
+    server, says more than running: waiting, starting, ready, restarting, giving way. Without --hosts, includes runs on
+    this machine. Exits with 3 if a host does not respond.
 
         skyfab runs
         skyfab runs node1
@@ -90,8 +93,10 @@ def _row(run: Run) -> tuple[str, ...]:
     hosts = ", ".join(run.hosts)
     for what, names in (("not asked", run.unasked), ("no response", run.silent)):
         hosts += f" ({what}: {', '.join(names)})" if names else ""
-    state = f"{run.state}, {len(run.failed)} failed" if run.state == "running" and run.failed else run.state
-    return (run.id[:8], state, _moment(run.started), str(run.world_size), _busy(run), hosts, run.name, run.last)
+    phase = phase_of(run.parts) if run.state == "running" else None
+    failed = f", {len(run.failed)} failed" if run.state == "running" and run.failed else ""
+    state, last = (phase.phase, phase.text or run.last) if phase else (run.state, run.last)
+    return (run.id[:8], state + failed, _moment(run.started), str(run.world_size), _busy(run), hosts, run.name, last)
 
 
 def facts_of(run: Run) -> dict[str, Any]:
@@ -111,6 +116,7 @@ def facts_of(run: Run) -> dict[str, Any]:
             part.host: [{"percent": gpu.percent, "bytes": gpu.memory} for gpu in part.gpus or ()] for part in run.parts
         },
         "last": run.last,
+        "phase": None if (phase := phase_of(run.parts)) is None else asdict(phase),
     }
 
 

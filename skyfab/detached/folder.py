@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -55,6 +55,16 @@ class Usage:
     """Bytes in use."""
 
 
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """What a run that is running does, as a rank has noted it (skyfab.host.phase)."""
+
+    phase: Literal["waiting", "starting", "ready", "restarting", "giving way"]
+    text: str
+    """Details, for users."""
+    since: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Part:
     """The state of a run on one host."""
@@ -67,6 +77,8 @@ class Part:
     """The name of the pool that its workers belong to."""
     last: str = ""
     """The last line that a rank wrote on this host."""
+    phase: Phase | None = None
+    """That of the first rank on this host that has noted one."""
     gpus: tuple[Usage, ...] | None = None
     """Of each GPU of the host; None if that was not asked."""
     files: tuple[Written, ...] = ()
@@ -83,6 +95,11 @@ class Part:
     def failures(self) -> list[tuple[int, float]]:
         """Ranks that have failed on this host, and when."""
         return [(rank, self.failed[str(rank)]) for rank in self.about.ranks if str(rank) in self.failed]
+
+
+def phase_of(parts: Iterable[Part]) -> Phase | None:
+    """The phase of a run: that of its first host that has noted one; None if it has not, or is not running there."""
+    return next((part.phase for part in parts if part.phase is not None and part.state == "running"), None)
 
 
 def question(run: str = "", *, ended: int | None = None, gpus: bool = False) -> Question[list[Part]]:

@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal
 
+from skyfab import context
 from skyfab.errors import UsageError
 
 if TYPE_CHECKING:
@@ -91,6 +92,26 @@ class Torchrun(Plugin):
     """For scripts that were written for torchrun: some connect to MASTER_ADDR, some do not."""
 
     network = "wanted"
+
+
+class OwnPort(Plugin):
+    """For calls whose ranks talk to rank 0 (skyfab.host.rank_channel): `context.take_listener` works during the call.
+
+    Other functions can listen at the rendezvous port themselves: the socket that reserved it is closed before.
+    """
+
+    network = "needed"
+    exclusive = RENDEZVOUS
+
+    @contextmanager
+    def around_process(self, info: InstanceInfo) -> Iterator[None]:
+        self._listener = context.take_listener()
+        yield
+
+    @contextmanager
+    def around_call(self, info: InstanceInfo) -> Iterator[None]:
+        context.hold_listener(self._listener)
+        yield
 
 
 def check_together(plugins: Sequence[Plugin]) -> None:

@@ -85,6 +85,7 @@ class Handlers:
                 "stores": self._store.folders,
                 "workdir": [folder, self._cache, included, origin if folder != origin else ""],
                 "plain": message.plain,
+                "run": self.record.folder if self.record is not None else "",
                 "threads": message.threads,
             }
             self._workers.spawn(message.worker, message.generation, request, listener, pipelined=message.pipelined)

@@ -34,7 +34,7 @@ class RunFolder:
         os.makedirs(os.path.join(folder, "logs"), mode=0o700)
         os.mkdir(os.path.join(folder, "times"), mode=0o700)
         self.logs = os.path.join(folder, "logs")
-        self._folder = folder
+        self.folder = folder
         self._mux = mux
         self._ranks: dict[int, int] = {}
         """Calls without a reply: their streams, and the ranks that run them."""
@@ -57,7 +57,7 @@ class RunFolder:
 
     def times_of(self, log: str) -> LogTimes:
         """Notes when a log is written."""
-        return LogTimes(os.path.join(self._folder, "times", os.path.basename(log)))
+        return LogTimes(os.path.join(self.folder, "times", os.path.basename(log)))
 
     @property
     def running(self) -> bool:
@@ -93,7 +93,7 @@ class RunFolder:
 
     def _write(self, name: str, content: bytes) -> None:
         """Writes a file atomically. Ignores errors, because a full disk must not end the run."""
-        path = os.path.join(self._folder, name)
+        path = os.path.join(self.folder, name)
         with contextlib.suppress(OSError):
             with open(f"{path}.new", "wb") as file:
                 file.write(content)
@@ -152,7 +152,7 @@ class RunFolder:
             self.on_failure()
 
     def _path(self, stream: int) -> str:
-        return os.path.join(self._folder, f"result.{self._ranks[stream]}")
+        return os.path.join(self.folder, f"result.{self._ranks[stream]}")
 
     def queued(self, stream: int) -> int:
         return 0

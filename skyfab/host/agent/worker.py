@@ -80,6 +80,7 @@ def _settle(request: dict[str, Any]) -> None:
     faulthandler.enable(sys.stderr)
     info = request["info"]
     context.hold_folder(os.getcwd())
+    context.hold_run(request["run"])
     context.offer_stacks(request["worker"], info.get("rank", 0))
     context.hold_listener(request["listener"])
     context.enter(context.InstanceInfo(**{**info, "peers": tuple(info["peers"])}))

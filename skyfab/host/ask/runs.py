@@ -58,6 +58,7 @@ def _described(run: str) -> dict[str, Any] | None:
             "changed": os.stat(f"{run}/status").st_mtime,
             "pool": _pool_of(run),
             "last": last_line(f"{run}/logs"),
+            "phase": next((json.loads(text) for rank in about["ranks"] if (text := read(f"{run}/phase.{rank}"))), None),
         }
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None

@@ -8,8 +8,8 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, Final, TextIO, get_args, get_origin
+from dataclasses import dataclass, field, fields, is_dataclass
+from typing import Annotated, Any, Final, TextIO, get_args, get_origin, get_type_hints
 
 from skyfab._util.hints import HINTS
 from skyfab.cli import report
@@ -23,7 +23,8 @@ class Option:
 
     The type says what it takes: `str`, `int`, `bool` for a flag, `Sequence[str]` if it may be given several times.
     A parameter without a default is given without its name, and ``*words`` are the words after ``--``, or with
-    `follows` all words after that parameter.
+    `follows` all words after that parameter. A parameter whose type is a dataclass stands for several options, its
+    fields, which commands can share.
     """
 
     help: str
@@ -184,10 +185,12 @@ class Command:
         self.function = function
         self.name = function.__name__.strip("_").replace("_", ".")
         self._signature = inspect.signature(function, eval_str=True)
-        self.parameters = [Parameter(one) for one in self._signature.parameters.values()]
+        declared = self._signature.parameters.values()
+        self._groups: dict[str, Any] = {one.name: one.annotation for one in declared if is_dataclass(one.annotation)}
+        self.parameters = [Parameter(one) for each in declared for one in _expanded(each)]
         self.rest = next((one for one in self.parameters if one.is_rest), None)
         """What takes the words for the program that it runs."""
-        self.takes_inventory = "inventory" in self._signature.parameters
+        self.takes_inventory = any(one.name == "inventory" for one in self.parameters)
 
     @property
     def usage(self) -> str:
@@ -199,12 +202,27 @@ class Command:
 
     def perform(self, given: Mapping[str, Any], rest: Sequence[str]) -> None:
         """Runs the function with these options. Raises Exit unless it succeeds."""
-        bound = self._signature.bind_partial(**given)
+        values = dict(given)
+        for name, group in self._groups.items():
+            values[name] = group(**{one.name: values.pop(one.name) for one in fields(group) if one.name in values})
+        bound = self._signature.bind_partial(**values)
         if self.rest is not None:
             bound.arguments[self.rest.name] = tuple(rest)
         with HINTS.of_command(given.get("inventory")):
             if code := _reported(lambda: self.function(*bound.args, **bound.kwargs)):
                 raise Exit(code=code)
+
+
+def _expanded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
+    """The parameter, or if it stands for several options, one for each."""
+    group = parameter.annotation
+    if not is_dataclass(group):
+        return [parameter]
+    types = get_type_hints(group, include_extras=True)
+    return [
+        parameter.replace(name=one.name, default=one.default, annotation=types[one.name], kind=parameter.KEYWORD_ONLY)
+        for one in fields(group)
+    ]
 
 
 command: Final = Command

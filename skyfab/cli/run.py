@@ -7,12 +7,11 @@ import re
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from skyfab.cli.command import Detach, InventoryFile, NamedHosts, Nodes, Option, Ranks, Where, Workdir, command
-from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements, With
+from skyfab.cli.command import Detach, Option, Ranks, command
+from skyfab.cli.script_options import ScriptOptions
 from skyfab.errors import BroadcastError, SkyfabError, UsageError
 
 if TYPE_CHECKING:
@@ -26,12 +25,8 @@ _ENDS: Final = 15.0
 def run(
     target: Annotated[str, Option("the script to run, or the function to call", "FILE.py[:function]")],
     *arguments: Annotated[str, Option("the arguments of the script or function", "[ARGS ...]", follows=True)],
-    hosts: NamedHosts = None,
-    inventory: InventoryFile = None,
-    where: Where = None,
-    nodes: Nodes = None,
+    options: ScriptOptions,
     ranks: Ranks = None,
-    workdir: Workdir = "auto",
     sync: Annotated[
         bool | Literal["all"],
         Option(
@@ -42,22 +37,7 @@ def run(
     get: Annotated[Sequence[str], Option("fetch these files when the run has ended; repeatable", "PATTERN")] = (),
     detach: Detach = False,
     name: Annotated[str | None, Option("a name for the detached run", "NAME")] = None,
-    pip: Pip = (),
-    with_: With = (),
-    index: Index = (),
-    requirements: Requirements = None,
-    apt: Apt = (),
-    install: Install = "auto",
-    python: Python = "auto",
-    lock: Annotated[str | None, Option("install the packages of this pylock.toml", "FILE")] = None,
-    env: Annotated[
-        Sequence[str], Option("set a variable; without a value, copy it from this shell; repeatable", "NAME[=VALUE]")
-    ] = (),
-    env_file: Annotated[
-        Sequence[str], Option("read variables from a file with lines NAME=VALUE; repeatable", "FILE")
-    ] = (),
     with_plugin: Annotated[Sequence[str], Option("a plugin such as torch, jax or joblib; repeatable", "PLUGIN")] = (),
-    no_project: Annotated[bool, Option("install no packages of the script or project ([tool.skyfab] applies)")] = False,
 ) -> None:
     """Run a script on every rank, as torchrun would.
 
@@ -81,40 +61,20 @@ def run(
     from skyfab.calls.project import SENT
     from skyfab.calls.script import perform
     from skyfab.cli.detach import broadcast, tell_how_to_attach
-    from skyfab.cli.host_selection import selected
     from skyfab.cli.interpreter import hand_over
     from skyfab.cli.project_settings import ProjectSettings
     from skyfab.cli.put import remember
-    from skyfab.cli.run_environment import image_of, plugins_of, variables_of
+    from skyfab.cli.run_environment import plugins_of
     from skyfab.detached.run import Run
     from skyfab.plugins.base import Torchrun
-    from skyfab.pool.compute import Compute
     from skyfab.pool.workdir import last_run
 
-    script, function = _parsed(target, arguments, hosts)
-    if not no_project:
+    script, function = _parsed(target, arguments, options.hosts)
+    if not options.no_project:
         hand_over(script)
     settings = ProjectSettings.of(script)
-    hosts = hosts or settings.hosts
-    ranks = ranks or settings.ranks
-    found, chosen = selected(hosts, inventory or settings.inventory)
-    if hosts is None and found.source is None:
-        ranks = ranks or 2
-    options = ImageOptions(
-        pip=pip, with_=with_, index=index, requirements=requirements, apt=apt, install=install, python=python, lock=lock
-    )
-    image = replace(image_of(script, options, settings, chosen, no_project=no_project), program=str(script))
-    with Compute(
-        chosen,
-        inventory=found,
-        where=where,
-        nodes=nodes,
-        ranks=ranks or "auto",
-        image=image,
-        plugins=[Torchrun(), *plugins_of(with_plugin or settings.plugins)],
-        env=variables_of(env, env_file, settings),
-        workdir=settings.workdir if workdir == "auto" else workdir,
-    ) as compute:
+    plugins = [Torchrun(), *plugins_of(with_plugin or settings.plugins)]
+    with options.pool(script, settings, ranks=ranks or settings.ranks, here=2, plugins=plugins) as compute:
         with contextlib.suppress(OSError):
             write(last_run(), next(reversed(SENT), ""))  # for `skyfab ssh` and `exec`
         started = as_function(perform)

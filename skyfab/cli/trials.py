@@ -29,8 +29,6 @@ def trials_of(patterns: Sequence[str], grid: str | None = None) -> list[tuple[st
 
     >>> trials_of(["lr=1e-3,1e-4", "--fast"])
     [('lr=1e-3', '--fast'), ('lr=1e-4', '--fast')]
-    >>> trials_of(["seed=3..5"])
-    [('seed=3',), ('seed=4',), ('seed=5',)]
     """
     if not patterns and grid is None:
         raise UsageError("no trials", hint="name values, as in lr=1e-3,1e-4 seed=1..5, or --grid=FILE")
@@ -38,9 +36,7 @@ def trials_of(patterns: Sequence[str], grid: str | None = None) -> list[tuple[st
     lines = [()] if grid is None else _lines(Path(grid).expanduser())
     count = len(lines) * math.prod(map(len, columns))
     if count > MOST:
-        raise UsageError(
-            f"{counted(count, 'trial')}: a sweep has at most {MOST:,}", hint="split it, or use fewer values"
-        )
+        raise UsageError(f"{counted(count, 'trial')}: a sweep has at most {MOST:,}", hint="use fewer values")
     found = [(*line, *words) for line in lines for words in itertools.product(*columns)]
     if len(set(found)) < count:
         ((twice, _),) = Counter(found).most_common(1)
@@ -49,7 +45,7 @@ def trials_of(patterns: Sequence[str], grid: str | None = None) -> list[tuple[st
 
 
 def _values(pattern: str) -> Sequence[str]:
-    """The words that a pattern stands for, each as the script is given it."""
+    """The words that a pattern stands for."""
     name, equals, text = pattern.partition("=")
     if not equals:
         return [pattern]
@@ -57,20 +53,23 @@ def _values(pattern: str) -> Sequence[str]:
     for value in _COMMA.split(text):
         if not value:
             raise UsageError(f"an empty value in {pattern!r}", hint="a file of lines may have them: --grid=FILE")
-        if (match := _RANGE.fullmatch(value)) is None:
-            found.append(f"{name}={value}")
-            continue
-        try:
-            first, last = map(int, match.groups())
-        except ValueError:
-            raise UsageError(
-                f"{value} in {pattern!r}: a range has whole numbers", hint="list the values: lr=0.1,0.2"
-            ) from None
-        if last < first:
-            raise UsageError(f"{value} in {pattern!r} gives no trial", hint=f"smallest first: {name}={last}..{first}")
-        if last - first >= MOST:
-            raise UsageError(f"{pattern!r} gives more than {MOST:,} trials", hint="use a shorter range")
-        found += [f"{name}={number}" for number in range(first, last + 1)]
+        match = _RANGE.fullmatch(value)
+        found += [f"{name}={one}" for one in ([value] if match is None else _numbers(match[1], match[2], pattern))]
+    return found
+
+
+def _numbers(first: str, last: str, pattern: str) -> range:
+    """The numbers of a range such as ``1..5``."""
+    try:
+        found = range(int(first), int(last) + 1)
+    except ValueError:
+        raise UsageError(
+            f"{first}..{last} is not a range of whole numbers: {pattern}", hint="list them: 0.1,0.2"
+        ) from None
+    if not found:
+        raise UsageError(f"{first}..{last} gives no trial: {pattern}", hint=f"smallest first: {last}..{first}")
+    if int(last) - int(first) >= MOST:
+        raise UsageError(f"{first}..{last} gives more than {MOST:,} trials: {pattern}", hint="use fewer values")
     return found
 
 
@@ -78,28 +77,22 @@ def _lines(path: Path) -> list[tuple[str, ...]]:
     found = []
     for number, line in enumerate(text_of(path).splitlines(), 1):
         try:
-            words = shlex.split(line, comments=True)
+            found.append(tuple(shlex.split(line, comments=True)))
         except ValueError as error:
             raise UsageError(f"{path}: line {number}: {str(error).lower()}") from None
-        found += [tuple(words)] if words else []
-    if not found:
+    if not any(found):
         raise UsageError(f"{path} gives no trial", hint="write the arguments of a trial on each line: lr=1e-3 seed=1")
-    return found
+    return [words for words in found if words]
 
 
-def settings_of(trials: Sequence[Sequence[str]]) -> list[dict[str, str]]:
-    """The names and values of each trial, without what all trials have in common.
+def distinct(trials: Sequence[Sequence[str]]) -> list[list[str]]:
+    """The words of each trial, without those that all trials have.
 
-    >>> settings_of([["--lr=1e-3", "fast"], ["--lr=1e-4", "fast"]])
-    [{'lr': '1e-3'}, {'lr': '1e-4'}]
+    >>> distinct([["--lr=1e-3", "--fast"], ["--lr=1e-4", "--fast"]])
+    [['--lr=1e-3'], ['--lr=1e-4']]
     """
     common = set.intersection(*map(set, trials)) if len(trials) > 1 else set()
-    return [dict(_setting(word) for word in words if word not in common) for words in trials]
-
-
-def _setting(word: str) -> tuple[str, str]:
-    name, equals, value = word.lstrip("-").partition("=")
-    return (name, value) if equals else (word, "yes")
+    return [[word for word in words if word not in common] for words in trials]
 
 
 def folders_of(trials: Sequence[Sequence[str]]) -> list[str]:
@@ -108,6 +101,6 @@ def folders_of(trials: Sequence[Sequence[str]]) -> list[str]:
     >>> folders_of([["--lr=1e-3", "data=a/b"], ["--lr=1e-4", "data=a/b"]])
     ['0001-lr=1e-3', '0002-lr=1e-4']
     """
-    texts = ["-".join(f"{name}={value}" for name, value in one.items()) for one in settings_of(trials)]
+    texts = ["-".join(word.lstrip("-") for word in words) for words in distinct(trials)]
     names = [re.sub(r"[^\w.=+-]+", "_", text, flags=re.ASCII)[:_NAME] for text in texts]
     return [f"{number:04}-{name}".rstrip("-") for number, name in enumerate(names, 1)]

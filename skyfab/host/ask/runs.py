@@ -125,11 +125,12 @@ def last_line(logs: str) -> str:
     return ""
 
 
-def content(cache: str, *, run: str, name: str) -> Iterator[Any]:
-    """Yields whether a file of a run is there, and then its content in pieces."""
+def content(cache: str, *, run: str, name: str, start: int = 0) -> Iterator[Any]:
+    """Yields whether a file of a run is there, and then its content from `start` on, in pieces."""
     try:
         with open(os.path.join(run_folder(cache, run), os.path.basename(name)), "rb") as file:
             yield True
+            file.seek(start)
             while piece := file.read(_PIECE):
                 yield None, piece
     except FileNotFoundError:

@@ -98,7 +98,10 @@ def literals(path: Path) -> list[str]:
     return [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
 
 
-LITERALS = [literals(path) for path in (ROOT / "skyfab").rglob("*.py")]
+LITERALS = [
+    *(literals(path) for path in (ROOT / "skyfab").rglob("*.py")),
+    (ROOT / "skyfab" / "ssh" / "container.sh").read_text().splitlines(),
+]
 
 
 @pytest.mark.parametrize("message", messages())

@@ -18,6 +18,8 @@ ROOT = Path(__file__).parents[1]
 FILES = [*sorted((ROOT / "skyfab").rglob("*.sh")), *sorted((ROOT / "tools").rglob("*.sh")), ROOT / "inv"]
 SENT = [path.relative_to(ROOT / "skyfab").as_posix() for path in FILES if (ROOT / "skyfab") in path.parents]
 
+ONE_LINE = ("session/bootstrap.sh", "session/setup.sh", "ssh/container.sh")
+
 SHELLS = {
     name: [path, *words]
     for name, program, *words in (
@@ -53,7 +55,7 @@ def test_every_shell_can_read_what_is_sent(shell: Sequence[str]) -> None:
     """Without comments and indentation, and as one line where it is sent so."""
     for path in SENT:
         text = scripts.read(path)
-        for form in (text, scripts.one_line(text)) if path in ("session/bootstrap.sh", "session/setup.sh") else (text,):
+        for form in (text, scripts.one_line(text)) if path in ONE_LINE else (text,):
             done = subprocess.run([*shell, "-n"], input=form, capture_output=True, text=True)
             assert done.returncode == 0, (path, done.stderr)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 from pathlib import Path
@@ -42,3 +43,8 @@ def one_line(script: str) -> str:
         joined += line
         joined += " " if _OPEN.search(line) or line.count(")") > line.count("(") else "; "
     return joined.removesuffix("; ")
+
+
+def spelled(word: str) -> str:
+    """Encodes `word` in characters that no shell interprets; ``printf %b`` decodes it."""
+    return re.sub(r"[^A-Za-z0-9/._~-]", lambda m: "".join(f"\\0{byte:03o}" for byte in os.fsencode(m[0])), word)

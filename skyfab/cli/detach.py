@@ -58,8 +58,8 @@ def _asked(future: Future[Any]) -> str:
     return "stop"
 
 
-def tell_how_to_attach(run: Run, name: str | None = None, get: Sequence[str] = ()) -> None:
-    """Prints the commands for a detached run, with the user's `name` and patterns to `get`, and its id to stdout."""
+def tell_how_to_attach(run: Run, name: str | None = None, get: Sequence[str] = (), container: str = "") -> None:
+    """Prints the commands for a detached run, with the user's options, and its id to stdout."""
     short = run.id[:8]
     print(f"run {short} is running on {', '.join(run.hosts)}", file=sys.stderr)
     used = {(host.name, host.workdir): one for one in run.others for host in one.in_workdirs()}
@@ -70,6 +70,8 @@ def tell_how_to_attach(run: Run, name: str | None = None, get: Sequence[str] = (
             text = f"{who} uses the folder of this project: this one works in a copy, {host.workdir}"
             print(clean(f"{host.name}: {text}", colour=False), file=sys.stderr)
     word = short if not name or name.startswith("-") else shlex.quote(name)
+    if container:
+        word += " --hosts=" + shlex.quote(",".join(f"{host}/{container}" for host in run.hosts))
     for task in ("attach", "logs", "stop"):
         print(HINTS.adapted(f"  skyfab {task} {word}"), file=sys.stderr)
     if get and run.in_workdirs():

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from skyfab.inspect.survey import Survey
-    from skyfab.inventory.host import Host
     from skyfab.session.ask import Outcome
 
 _OPTIONAL: Final = ("system", "disk", "CPUs", "python", "load", "memory")
@@ -94,10 +93,10 @@ def _show_source(source: str, hosts: str | None, *, as_toml: bool, as_json: bool
         print(found.to_toml(), end="")
     elif as_json:
         report.print_json(
-            [{"name": one.name, "address": _address(one), "groups": groups.get(one.name, [])} for one in chosen]
+            [{"name": one.name, "address": one.place, "groups": groups.get(one.name, [])} for one in chosen]
         )
     else:
-        rows = [(one.name, _address(one), ", ".join(groups.get(one.name, []))) for one in chosen]
+        rows = [(one.name, one.place, ", ".join(groups.get(one.name, []))) for one in chosen]
         _print_table([("host", "address", "groups"), *rows], [one.slots for one in chosen], right=("slots",))
     return 0
 
@@ -110,10 +109,6 @@ def _print_table(rows: Sequence[tuple[str, ...]], slots: Sequence[int], **option
         cells = ("slots", *map(str, slots))
         rows = [(*row[:2], cell, *row[2:]) for row, cell in zip(rows, cells, strict=True)]
     table(rows[0], rows[1:], **options)
-
-
-def _address(host: Host) -> str:
-    return "this machine" if host.transport == "local" else host.login
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,7 +130,7 @@ class Facts:
     @classmethod
     def of(cls, outcome: Outcome[Survey]) -> Facts:
         host, error, survey = outcome.host, outcome.error, outcome.answer
-        address = _address(host)
+        address = host.place
         if survey is None:
             reachable = isinstance(error, HostUnfit)
             message, hint = (error.message, error.hint) if error else ("no response", None)

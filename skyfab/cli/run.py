@@ -95,7 +95,7 @@ def run(
     if isinstance(run, Run):
         if get:
             remember(run, get)
-        tell_how_to_attach(run, name, get)
+        tell_how_to_attach(run, name, get, options.container)
 
 
 def _save(compute: Compute, patterns: Sequence[str], error: BaseException) -> None:

@@ -43,7 +43,7 @@ def _found(
 ) -> tuple[str, Image] | None:
     """The image that the script or its project describes, and for the user, where."""
     # This machine, and interpreters that the inventory names, have what the project needs, but not what is added.
-    are_ready = not given.with_ and all(host.transport == "local" or host.python.startswith("/") for host in hosts)
+    are_ready = not given.with_ and all(host.is_here or host.python.startswith("/") for host in hosts)
     in_settings = settings.image.name_packages
     manifest = None if no_project else find(script, script_only=in_settings or are_ready)
     if manifest is not None:

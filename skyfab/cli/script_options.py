@@ -22,6 +22,7 @@ class ScriptOptions:
 
     hosts: NamedHosts = None
     inventory: InventoryFile = None
+    container: Annotated[str, Option("a container of each host, or an image on it for apptainer", "NAME|IMAGE")] = ""
     where: Where = None
     nodes: Nodes = None
     workdir: Workdir = "auto"
@@ -51,6 +52,8 @@ class ScriptOptions:
 
         hosts = self.hosts or settings.hosts
         found, chosen = selected(hosts, self.inventory or settings.inventory)
+        if self.container:
+            chosen = tuple(host.in_container(self.container) for host in chosen)
         if hosts is None and found.source is None:
             ranks = ranks or here
         options = ImageOptions(**{name: getattr(self, name) for name in ImageOptions.__dataclass_fields__})

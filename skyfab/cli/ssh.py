@@ -50,7 +50,7 @@ def ssh(
         print(f"{chosen.name}: this project has no environment", file=sys.stderr)
     argv = entrance.argv(found, terminal=sys.stdin.isatty())
     sys.stdout.flush()
-    if chosen.transport == "local":
+    if chosen.is_here:
         os.environ.update(entrance.variables)
     os.execvp(argv[0], argv)
 
@@ -73,7 +73,7 @@ def of_project(host: Host, command: str) -> InteractiveShell:
     if python.startswith("/"):
         programs = posixpath.dirname(python)
     elif preparation.is_empty:
-        programs = posixpath.dirname(sys.executable) if host.transport == "local" else ""
+        programs = posixpath.dirname(sys.executable) if host.is_here else ""
     else:
         programs = preparation.guess(host).rpartition("/")[0]
         hint = HINTS.adapted(f"skyfab prepare --hosts={host.name}")

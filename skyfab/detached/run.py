@@ -163,7 +163,7 @@ class Run(ShownAsTable):
         found = []
         for part in self._parts:
             host = self._host(part.host)
-            if host is None or host.transport == "local":
+            if host is None or host.is_here:
                 continue
             found += [event(host, self.inventory, written) for written in part.files if written.is_safe]
         return found
@@ -174,7 +174,7 @@ class Run(ShownAsTable):
         return [
             replace(host, workdir=path_of(host, workdir))
             for workdir, host in found
-            if host is not None and workdir and host.transport != "local"
+            if host is not None and workdir and not host.is_here
         ]
 
     # ---- output

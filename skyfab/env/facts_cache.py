@@ -48,5 +48,5 @@ def store(host: Host, folder: str, value: object) -> None:
 
 def _file(host: Host, folder: str) -> Path:
     words = (host.transport == "local", host.user, host.address or host.name, host.port, host.cache)
-    place = "\0".join(map(str, words))
+    place = "\0".join(map(str, words)) + host.inside
     return cache_folder() / folder / f"{name_of(place.encode())[:32]}.json"

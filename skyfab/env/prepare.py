@@ -72,6 +72,8 @@ class Preparation:
             raise unfit(failed, host.name) from None
         except SkyfabError as error:
             error.host = error.host or host.name
+            if host.inside and error.hint:
+                error.hint = error.hint.replace("on the host", f"in {host.inside}")
             raise
 
     def _prepare(self, host: Host, shell: Shell, session: str, report: Report) -> str | None:

@@ -8,7 +8,7 @@ import ipaddress
 import re
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -66,7 +66,8 @@ class Host:
 
     How to use it: `python`, as for `Image`; `gpus`, the numbers of those to use; `slots`, the number of simultaneous
     solo calls; `cache`, skyfab's folder on the host; `workdir`, the working folder, as for `Compute`; `setup`, shell
-    lines before Python; `env`, variables; `tags`, words that select it.
+    lines before Python; `container` or `apptainer`, in which everything runs; `env`, variables; `tags`, words that
+    select it.
 
     Raises `UsageError` for an invalid value.
 
@@ -100,6 +101,10 @@ class Host:
     """The working folder of functions: ``"auto"``, ``"temp"`` or a path on the host, as for `Compute`."""
     setup: str = ""
     """Shell lines that run on the host before Python, as in ``module load cuda``: workers have their variables."""
+    container: str | None = None
+    """A container of the host, which podman or docker runs: everything runs inside, also Python and the cache."""
+    apptainer: str | None = None
+    """The same for an image on the host, which apptainer runs: a path, or ``instance://NAME``."""
     transport: Literal["auto", "openssh", "fabric", "local"] = "auto"
     """How to connect: the ssh program, Fabric, or without SSH for this machine."""
     interface: str = "auto"
@@ -116,6 +121,31 @@ class Host:
                 continue
             where = f"Host {self.name!r}: {item.name}"
             object.__setattr__(self, item.name, checked(item.name, value, where))
+        if self.container and self.apptainer:
+            raise UsageError(f"Host {self.name!r}: container and apptainer exclude each other", hint="remove one")
+
+    @property
+    def inside(self) -> str:
+        """What everything runs in, as messages call it: ``its container dev``; empty for the host itself."""
+        if self.apptainer:
+            return f"its image {self.apptainer}"
+        return f"its container {self.container}" if self.container else ""
+
+    @property
+    def place(self) -> str:
+        """Where it is, for tables."""
+        where = "this machine" if self.transport == "local" else self.login
+        return f"{where} ({self.inside.removeprefix('its ')})" if self.inside else where
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it is this machine itself, with its files and this program's Python."""
+        return self.transport == "local" and not self.inside
+
+    def in_container(self, word: str) -> Host:
+        """The same host with everything in the container `word`, or image if it is a path. Raises UsageError."""
+        is_image = "/" in word or word.endswith(".sif")
+        return replace(self, container=None if is_image else word, apptainer=word if is_image else None)
 
     @property
     def destination(self) -> str:
@@ -318,6 +348,8 @@ CHECKS: Mapping[str, Callable[[object], Any]] = {
         "auto|temp|[/~].*", "must be an absolute path on the host", 'start it with / or ~/; or "auto", or "temp"'
     ),
     "setup": _setup,
+    "container": _matching(r"[A-Za-z0-9][\w.-]*", "not the name of a container", "as podman ps or docker ps prints it"),
+    "apptainer": _text,
     "transport": _matching("auto|openssh|fabric|local", "unknown transport", "one of auto, openssh, fabric, local"),
     "interface": _matching(r"[^\s/]+", "not a network interface", '"auto", or a name that `ip link` prints'),
     "tags": _tags,

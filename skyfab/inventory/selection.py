@@ -117,9 +117,9 @@ class Names:
         return did_you_mean(words[:5], [*known, *self.others()]) or f"known names: {some(known)}"
 
 
-def place(host: Host) -> tuple[str, int, str | None]:
-    """Identifies a machine. Includes the jump: behind another jump host, the same address is another machine."""
-    return host.destination.casefold(), host.port or 22, host.jump
+def place(host: Host) -> tuple[str, int, str | None, str]:
+    """Identifies a machine or a container. Behind another jump host, the same address is another machine."""
+    return host.destination.casefold(), host.port or 22, host.jump, host.inside
 
 
 def choose(
@@ -150,15 +150,16 @@ def choose(
 
 
 def _look_up(word: str, names: Names, stranger: Callable[[str], Host | None], unknown: list[str]) -> Iterator[Host]:
-    """The hosts of one word; names that are not found are added to `unknown`."""
+    """The hosts of one word; names that are not found are added to `unknown`. A container may follow: node1/dev."""
+    word, _, container = word.removeprefix("ssh://").partition("/")
     for name in expand(word):
         found = names.find(name)
-        if found is not None:
-            yield from found
-        elif (host := stranger(name)) is not None:
-            yield host
-        else:
+        if found is None and (host := stranger(name)) is not None:
+            found = [host]
+        if found is None:
             unknown.append(name)
+        for host in found or ():
+            yield host.in_container(container) if container else host
 
 
 def _sort(items: Iterable[str | Host]) -> tuple[list[str | Host], list[str]]:

@@ -32,7 +32,7 @@ def used_as_it_is(image: Image, host: Host) -> bool:
     """The user has chosen the interpreter or the packages: nothing is to be installed."""
     if image.python.startswith("/") or image.is_exact:
         return True
-    chosen = host.transport == "local" or (image.python == "auto" and host.python.startswith("/"))
+    chosen = host.is_here or (image.python == "auto" and host.python.startswith("/"))
     return chosen and not image.pip and not image.apt
 
 

@@ -5,17 +5,21 @@ from __future__ import annotations
 import re
 import socket
 import threading
+from dataclasses import replace
 from typing import Final
 
-from skyfab.errors import AuthenticationRefused, HostKeyRefused, SkyfabError, UsageError
+from skyfab._util.scripts import given, read
+from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.session.backoff import Backoff
+from skyfab.session.bootstrap import open_shell
 from skyfab.ssh import transport_for
 from skyfab.ssh.logins import retry
 from skyfab.ssh.tunnel import LOOPBACK, PROHIBITED, Tunnel, not_available
 from skyfab.ui.events import Events, Notice
 
+_FIND: Final = read("pool/container_port.sh")
 _FIRST_PAUSE: Final = 0.5
 _LONGEST_PAUSE: Final = 10.0
 """Seconds between attempts to reconnect."""
@@ -27,6 +31,7 @@ class Forward:
     def __init__(self, host: Host, inventory: Inventory, target: tuple[str, int], port: int, events: Events) -> None:
         """Blocks until the port listens. Raises a HostError; UsageError if something else uses the port."""
         self._host = host
+        self._inventory = inventory
         self._target = target
         self._events = events
         self._notice = ""
@@ -79,7 +84,10 @@ class Forward:
     def _open(self) -> Tunnel:
         name, number = self._target
         stopped = self._closing.is_set
-        return retry(lambda: self._transport.forward(self.port, (name or "localhost", number), stopped), stopped)
+        to = (name or "localhost", number)
+        if self._host.container and not name:
+            to = _of_container(self._host, self._inventory, number)
+        return retry(lambda: self._transport.forward(self.port, to, stopped), stopped)
 
     # ---- on its own thread
 
@@ -119,7 +127,8 @@ class Forward:
         elif name:
             self._say(f"could not connect to {name}:{number}: {reason}")
         else:
-            self._say(f"nothing listens on port {number} yet")
+            own = " (in its container, at more than 127.0.0.1)" if self._host.container else ""
+            self._say(f"nothing listens on port {number} yet{own}")
 
     def _say(self, text: str) -> None:
         if text != self._notice:
@@ -167,6 +176,18 @@ def _target(port: int | str) -> tuple[str, int]:
     if match is None or isinstance(port, bool) or not 0 < int(match[3]) < 65536:
         raise UsageError(f"{port!r:.60} is not a port", hint='a number from 1 to 65535, or "name:number"')
     return match[1] or match[2] or "", int(match[3])
+
+
+def _of_container(host: Host, inventory: Inventory, number: int) -> tuple[str, int]:
+    """Where a host reaches a port of its container. Raises HostUnfit if it does not."""
+    outside = replace(host, container=None)
+    with open_shell(outside, transport_for(outside, inventory)) as shell:
+        said = shell.run(given(container=host.container or "", port=number) + _FIND)
+    found = re.search(r"^(?:host|0\.0\.0\.0|\[::\]|([0-9.]+)):([0-9]{1,5})$", said, re.MULTILINE)
+    if found is None:
+        hint = f"create the container with --publish=127.0.0.1::{number} or --network=host"
+        raise HostUnfit(f"it does not reach port {number} of {host.inside}", host=host.name, hint=hint)
+    return found[1] or "localhost", int(found[2])
 
 
 def _is_this_machine(host: Host) -> bool:

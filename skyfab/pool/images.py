@@ -80,7 +80,7 @@ class HostImages:
         own = preparation.is_empty
         if image.python.startswith("/") or (own and named not in ("auto", local_python())):
             return named, None
-        if own and host.transport == "local":
+        if own and host.is_here:
             return sys.executable, None
         prepare = functools.partial(preparation.prepare, host, session=session, report=report)
         return preparation.guess(host), prepare

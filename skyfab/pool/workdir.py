@@ -41,7 +41,7 @@ class Workdirs:
         choice = host.workdir if self._choice == "auto" else self._choice
         if choice == "temp" or (choice == "auto" and not self._here):
             return Workdir()
-        if host.transport == "local" and choice in ("auto", self._here):
+        if host.is_here and choice in ("auto", self._here):
             return Workdir(self._here, callers=True)
         return Workdir(project(self._here) if choice == "auto" else choice)
 

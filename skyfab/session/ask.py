@@ -248,7 +248,7 @@ class _Line:
         session = os.urandom(8).hex()
         named = "auto" if asker.prepare is None else host.python  # what is kept on a host, any Python can read
         prepare = asker.prepare(host, session) if asker.prepare is not None and named == "auto" else None
-        default = sys.executable if host.transport == "local" else "any"
+        default = sys.executable if host.is_here else "any"
         launch = Bootstrap(
             host=host,
             session=session,

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from skyfab._util.scripts import one_line, read
+from skyfab._util.scripts import one_line, read, spelled
 from skyfab.errors import HostLost, HostUnfit
 from skyfab.inventory.host import Host
 from skyfab.protocol.messages import AgentHello
@@ -107,11 +107,9 @@ class Bootstrap:
                 asked = True
                 ahead = self.prepare(shell)
             elif word == "nopython":
-                raise HostUnfit(
-                    f"no Python {self.python} found" if self.python[0] != "/" else f"no interpreter at {self.python}",
-                    host=self.host.name,
-                    hint=_OTHER,
-                )
+                what = f"no Python {self.python} found" if self.python[0] != "/" else f"no interpreter at {self.python}"
+                where = f" in {self.host.inside}" if self.host.inside else ""
+                raise HostUnfit(what + where, host=self.host.name, hint=_OTHER)
             else:
                 why = detail or f"unexpected reply {word!r:.80}"
                 raise HostUnfit(
@@ -121,11 +119,6 @@ class Bootstrap:
     def _push(self, shell: Shell) -> None:
         archive = self.bundle.archive
         shell.send(b"%d\n%b%d\n%b" % (len(_UNPACK), _UNPACK, len(archive), archive))
-
-
-def spelled(word: str) -> str:
-    """Encodes `word` in characters that no shell interprets; ``printf %b`` decodes it."""
-    return re.sub(r"[^A-Za-z0-9/._~-]", lambda m: "".join(f"\\0{byte:03o}" for byte in os.fsencode(m[0])), word)
 
 
 def _greet(stream: Stream, shell: Shell) -> None:
@@ -143,7 +136,7 @@ def _greet(stream: Stream, shell: Shell) -> None:
 def _setup_failed(detail: str, host: Host) -> HostUnfit:
     """The error for a setup line: its exit status, the line and its output, both in hexadecimal."""
     status, line, output = [*detail.split(" "), "", "", ""][:3]
-    by = "" if host.transport == "local" else f"; by hand: {by_hand(host, 'bash -l')}"
+    by = "" if host.transport == "local" or host.inside else f"; by hand: {by_hand(host, 'bash -l')}"
     command, printed = [re.sub(r"[^\n -~\xa0-\uffff]", "", _unhex(text)).strip() for text in (line, output)]
     return HostUnfit(
         f"its setup failed: {command!r} exited with {status[:3]}" + (f"\n{printed}" if printed else ""),

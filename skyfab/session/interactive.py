@@ -7,12 +7,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from skyfab._util.scripts import given, read
+from skyfab._util.scripts import given, read, spelled
 from skyfab.errors import ProtocolError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.session.ask import Asker, Question, only
-from skyfab.session.bootstrap import spelled
+from skyfab.ssh.container import inside
 from skyfab.ssh.openssh import OpenSSH
 
 _SCRIPT: Final = read("session/interactive.sh")
@@ -42,7 +42,7 @@ class InteractiveShell:
 
         Values of variables are in no command line: a file takes them to the host, which the shell there deletes.
         """
-        if self.host.transport == "local":
+        if self.host.is_here:
             return ["/bin/sh", "-c", self.script()]
         name = ""
         if self.variables:
@@ -52,7 +52,9 @@ class InteractiveShell:
                 name = asker.ask_one(question, self.host)
             if not re.fullmatch("ssh-[0-9a-f]+", name):
                 raise ProtocolError("invalid reply to variables", host=self.host.name)
-        login = f"exec /bin/sh -c '{_LOGIN}' skyfab '{spelled(self.script(name))}'"
+        login = inside(self.host, f"exec /bin/sh -c '{_LOGIN}' skyfab '{spelled(self.script(name))}'")
+        if self.host.transport == "local":
+            return ["/bin/sh", "-c", login]
         return OpenSSH(self.host, inventory).by_hand(login, terminal=terminal)
 
     def script(self, variables: str = "") -> str:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from skyfab.errors import HostLost
+from skyfab.errors import HostLost, HostUnfit
 from skyfab.inventory.host import Host
 from skyfab.protocol import NO_AGENT
 from skyfab.protocol.frames import Buffer
+from skyfab.ssh.container import refused
 from skyfab.ssh.tunnel import Tunnel
 
 
@@ -16,11 +17,11 @@ class AgentGone(HostLost):
     """The host was reached, and the pool's agent no longer runs on it."""
 
 
-def ended(host: Host, code: int, errors: str) -> HostLost:
+def ended(host: Host, code: int, errors: str) -> HostLost | HostUnfit:
     """Why a command on a host ended after the login: its exit code, and what it wrote to stderr."""
     last = errors.strip().rpartition("\n")[2]
     kind = AgentGone if code == NO_AGENT else HostLost
-    return kind(f"the connection ended{': ' + last if last else ''}", host=host.name)
+    return refused(host, code, last) or kind(f"the connection ended{': ' + last if last else ''}", host=host.name)
 
 
 class Stream(Protocol):

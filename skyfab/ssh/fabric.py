@@ -27,6 +27,7 @@ from skyfab.protocol.frames import Buffer
 from skyfab.ssh import keys, refusals
 from skyfab.ssh.base import ended
 from skyfab.ssh.client import Client, Refused
+from skyfab.ssh.container import inside
 from skyfab.ssh.openssh import ALIVE_COUNT, ALIVE_INTERVAL, CONNECT_TIMEOUT, algorithms, servers_of
 from skyfab.ssh.prompts import Place, Prompts, places
 from skyfab.ssh.tunnel import LOOPBACK, ThreadTunnel
@@ -190,7 +191,7 @@ class Fabric:
     def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ChannelStream:
         with self._connected(stopped) as transport:
             channel = transport.open_session(window_size=64 * 1024 * 1024, max_packet_size=32768)
-            channel.exec_command(command)
+            channel.exec_command(inside(self._host, command))
         self._stream = ChannelStream(channel, self._host)
         return self._stream
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from skyfab.inventory.host import Host
 from skyfab.ssh.base import ended
+from skyfab.ssh.container import inside
 from skyfab.ssh.process import ProcessStream
 from skyfab.ssh.tunnel import ThreadTunnel
 
@@ -21,7 +22,7 @@ class Local:
         self._host = host
 
     def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
-        return ProcessStream(["/bin/sh", "-c", command], functools.partial(ended, self._host))
+        return ProcessStream(["/bin/sh", "-c", inside(self._host, command)], functools.partial(ended, self._host))
 
     def forward(self, port: int, to: tuple[str, int], stopped: Callable[[], bool] = lambda: False) -> ThreadTunnel:
         return ThreadTunnel(port, lambda: socket.create_connection(to))

@@ -20,6 +20,7 @@ from skyfab.inventory.ssh_config import CONFIG
 from skyfab.ssh import keys, refusals
 from skyfab.ssh.askpass import Askpass, private_folder
 from skyfab.ssh.base import ended
+from skyfab.ssh.container import inside
 from skyfab.ssh.logins import LOGINS
 from skyfab.ssh.process import ProcessStream
 from skyfab.ssh.prompts import Place, Prompts, by_ssh, places
@@ -86,7 +87,7 @@ class OpenSSH:
         weakref.finalize(self, _remove, self._folders, os.getpid())
 
     def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
-        return self._start(lambda: self.argv(command), stopped)
+        return self._start(lambda: self.argv(inside(self._host, command)), stopped)
 
     def forward(self, port: int, to: tuple[str, int], stopped: Callable[[], bool] = lambda: False) -> ProcessTunnel:
         """By ``ssh -N``, whose ControlPath accepts ``-L``: on its command line, that would include ssh_config's."""

@@ -145,6 +145,7 @@ HOSTS = st.fixed_dictionaries(
         "cache": SHOWN,
         "workdir": st.sampled_from(["temp", "~/x y"]),
         "setup": LINES,
+        "container": st.sampled_from(["dev", "a1_b.c-d"]),
         "transport": st.sampled_from(["openssh", "fabric", "local"]),
         "interface": st.just("ib0"),
         "tags": st.lists(st.sampled_from(["x", "a100", "ä"]), max_size=2).map(tuple),

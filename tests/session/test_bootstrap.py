@@ -23,10 +23,11 @@ from stage.fakes import Listener
 from stage.threads import at_once
 
 import skyfab as sky
+from skyfab._util.scripts import spelled
 from skyfab.inventory.host import Host
 from skyfab.protocol import messages
 from skyfab.session import bootstrap as launch_module
-from skyfab.session.bootstrap import Bootstrap, local_python, open_shell, spelled
+from skyfab.session.bootstrap import Bootstrap, local_python, open_shell
 from skyfab.session.bundle import bundle
 from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session

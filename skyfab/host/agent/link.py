@@ -34,6 +34,7 @@ def main(argv: list[str]) -> int:
 
         _touch(cache, "bundles", bundle_folder())
         serve(cache)
+    held = os.pipe() if mode == "start" and "SINGULARITY_CONTAINER" in os.environ else None
     try:
         _enter_folder(cache, session, make=mode == "start")
         agent = _agent(cache, session, may_start=mode == "start")
@@ -51,6 +52,9 @@ def main(argv: list[str]) -> int:
         said = f"the agent has ended, see {cache}/logs/{session}/agent.log"
     if said:
         print(f"skyfab: {said}", file=sys.stderr)
+    if held is not None:  # apptainer unmounts the image when its first process ends: this one waits for the agent
+        os.close(held[1])
+        os.read(held[0], 1)
     return 1 if said else 0
 
 

@@ -98,9 +98,8 @@ def _summary(seen: Sequence[Seen], conditions: Sequence[str], runs: Sequence[Run
 
 
 def _host_cells(one: Seen, every: float, clock: float) -> tuple[str, ...]:
-    address = "this machine" if one.host.transport == "local" else one.host.login
     known = ("–",) * len(NAMES) if one.survey is None else cells(one.survey, one.survey.gpus_of(one.host))
-    made = (one.host.name, address, *known[:-1], _state(one, known[-1], every, clock))
+    made = (one.host.name, one.host.place, *known[:-1], _state(one, known[-1], every, clock))
     return tuple(clean(cell, colour=False) for cell in made)
 
 

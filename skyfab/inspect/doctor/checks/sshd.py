@@ -11,7 +11,7 @@ _STARTUPS: Final = 10
 
 def check(report: HostReport) -> Findings:
     facts = report.facts
-    if report.host.transport == "local":
+    if report.host.transport == "local" or report.host.inside:
         return
     if facts.startups is not None and facts.startups < _STARTUPS:
         what = f"its sshd drops logins while {facts.startups} others have not finished (MaxStartups)"

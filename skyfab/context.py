@@ -186,6 +186,8 @@ def close_listener() -> None:
 
 JOINED, HOLDER = "SKYFAB_DEVICE", "SKYFAB_HOLDER"
 """Variables of a worker that joins a device that stays: the id of its run, and the program that uses it."""
+GPU_SHARE = "SKYFAB_GPU_SHARE"
+"""Variable of a worker that shares its GPU with others: which share of its memory it may use."""
 STACKS = getattr(signal, "SIGRTMIN", signal.SIGUSR2 - 7) + 7
 """The signal on which a worker writes its stacks."""
 

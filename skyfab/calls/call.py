@@ -59,6 +59,12 @@ def check_seconds(name: str, value: object, least: float = 0.0) -> None:
         raise UsageError(f"invalid {name}={value!r}: expected seconds, {f'at least {least:g}' if least else 'above 0'}")
 
 
+def check_gpus(gpus: object) -> None:
+    """Raises UsageError if it is neither a number of GPUs nor a share of one."""
+    if not (type(gpus) is int and gpus >= 0) and not (isinstance(gpus, float) and 0 < gpus < 1):
+        raise UsageError(f"invalid gpus={gpus!r}: expected a whole number, 0 or more, or a share of one such as 0.5")
+
+
 class Function(Generic[P, R]):
     """A function that runs on hosts; `function` makes it. Calling it returns a `Call`; the plain function is `.fn`."""
 
@@ -70,6 +76,7 @@ class Function(Generic[P, R]):
         retries: int = 0,
         stall: float | None = None,
         ahead: int = AHEAD,
+        gpus: float = 0,
     ) -> None:
         for name, seconds in (("timeout", timeout), ("stall", stall)):
             if seconds is not None:
@@ -78,9 +85,12 @@ class Function(Generic[P, R]):
             raise UsageError(f"invalid retries={retries!r}: expected 0 or more")
         if type(ahead) is not int or ahead < 0:
             raise UsageError(f"invalid ahead={ahead!r}: expected 0 or more")
+        check_gpus(gpus)
         self.fn = fn
         self.ahead = ahead
         """How many values of a generator are sent before they are used."""
+        self.gpus = gpus
+        """How many GPUs a call on one worker has for itself, or which share of one."""
         self.stall = stall
         """Seconds without progress after which the stacks of its processes are reported."""
         self.retries = retries
@@ -114,7 +124,7 @@ class Function(Generic[P, R]):
 
     @property
     def _options(self) -> dict[str, Any]:
-        return {"timeout": self.timeout, "retries": self.retries, "stall": self.stall, "ahead": self.ahead}
+        return {name: getattr(self, name) for name in ("timeout", "retries", "stall", "ahead", "gpus")}
 
     def rewrap(self, decorate: Callable[[Callable[P, R]], Callable[P, R]]) -> Function[P, R]:
         """A copy with the decorator `decorate` around the plain function."""
@@ -155,7 +165,7 @@ def function(fn: Callable[P, Coroutine[Any, Any, R]], /) -> Function[P, R]: ... 
 def function(fn: Callable[P, R], /) -> Function[P, R]: ...
 @overload
 def function(
-    *, timeout: float | None = None, retries: int = 0, stall: float | None = None, ahead: int = AHEAD
+    *, timeout: float | None = None, retries: int = 0, stall: float | None = None, ahead: int = AHEAD, gpus: float = 0
 ) -> Callable[[Callable[P, R]], Function[P, R]]: ...
 def function(
     fn: Any = None,
@@ -165,6 +175,7 @@ def function(
     retries: int = 0,
     stall: float | None = None,
     ahead: int = AHEAD,
+    gpus: float = 0,
 ) -> Any:
     """Decorates the function `fn` to run on hosts: ``@sky.function`` or ``@sky.function(timeout=60, retries=2)``.
 
@@ -173,9 +184,10 @@ def function(
     call is moved to another host if its host is lost, so it may run twice. If a rank makes no progress for `stall`
     seconds, the stacks of all ranks are shown, grouped; the call continues. An ``async def`` runs in its own event
     loop. A call of a generator function returns an iterator; up to `ahead` values are sent before they are used.
+    A call on one worker has `gpus` GPUs for itself, or that share of one such as 0.5 (docs/gpus.md).
     """
     if fn is None:
-        return lambda fn: Function(fn, timeout=timeout, retries=retries, stall=stall, ahead=ahead)
+        return lambda fn: Function(fn, timeout=timeout, retries=retries, stall=stall, ahead=ahead, gpus=gpus)
     return Function(fn)
 
 

@@ -55,6 +55,8 @@ class PackedCall:
     """It is a call of a generator function."""
     ahead: int = 0
     """How many of its values are sent before they are used."""
+    gpus: float = 0
+    """How many GPUs of one host it needs, or which share of one."""
     found: Sequence[Any] = ()
     """Streams and actors in its arguments, by their numbers."""
 

@@ -23,10 +23,12 @@ R = TypeVar("R")
 class PoolExecutor(futures.Executor):
     """Runs calls on the slots of a pool. `Compute.executor` makes it."""
 
-    def __init__(self, pool: Any, slots: int, *, gpus: int = 0, limit: int | None = None) -> None:
-        """`limit` is how many calls the pool has at a time; None: two for each slot, so that no slot waits."""
-        if gpus != 0:
-            raise UsageError(f"invalid gpus={gpus!r}: expected 0, because GPUs cannot be reserved for calls yet")
+    def __init__(self, pool: Any, slots: int, *, gpus: float = 0, limit: int | None = None) -> None:
+        """`limit` is how many calls the pool has at a time; None: two for each slot, so that no slot waits.
+
+        `gpus` is how many each call has for itself; 0: as its function says.
+        """
+        self._options = {"gpus": gpus} if gpus else {}
         self.slots = slots
         """How many calls run in parallel, on all hosts."""
         self._pool = pool
@@ -94,7 +96,7 @@ class PoolExecutor(futures.Executor):
         """Has the pool run a call, and waits for it. On a thread of the executor."""
         if future.set_running_or_notify_cancel():
             try:
-                given = self._given[future] = self._pool.submit(call)
+                given = self._given[future] = self._pool.submit(call, **self._options)
                 if self._is_stopped:
                     given.cancel()
                 future.set_result(given.result())

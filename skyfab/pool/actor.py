@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
-from skyfab.calls.call import AHEAD, Call, Function
+from skyfab.calls.call import AHEAD, Call, Function, check_gpus
 from skyfab.calls.pack import PackedCall, PackedFunction, pack_function, pack_streams
 from skyfab.calls.results import deliver, unpack_result
 from skyfab.calls.stream import parameters, streamed
@@ -26,6 +26,7 @@ from skyfab.errors import ActorLost, CallCancelled, HostLost, NotPicklable, Prot
 from skyfab.host.agent.actors import invoke, invoke_all
 from skyfab.pool.feeds import converse
 from skyfab.pool.futures import CallFuture, refuse_to_block
+from skyfab.pool.gpus import Gpus
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.streams import Conversation
 from skyfab.protocol import codec, messages
@@ -48,13 +49,14 @@ Place = Callable[[], tuple[Node, WorkerSpec]]
 class Limits:
     """What an actor may use."""
 
-    gpus: int = 0
+    gpus: float = 0
     concurrency: int = 1
     restarts: int = 0
 
     def check(self) -> None:
         """Raises UsageError."""
-        for name, least in (("gpus", 0), ("concurrency", 1), ("restarts", 0)):
+        check_gpus(self.gpus)
+        for name, least in (("concurrency", 1), ("restarts", 0)):
             value = getattr(self, name)
             if type(value) is not int or value < least:
                 raise UsageError(f"invalid {name}={value!r}: expected {least} or more")
@@ -69,6 +71,7 @@ class Common:
     untrusted: bool
     check: Callable[[Sequence[Any]], None]
     """Raises UsageError for handles of other pools."""
+    gpus: Gpus
 
 
 @dataclass(slots=True)
@@ -144,6 +147,7 @@ class Actor:
             return
         with SIGNAL_GUARD, self._lock, suppress(SkyfabError):  # the process of a lost host has ended
             self.is_closed = True
+            self._common.gpus.leave(self.worker)
             if self.generation:
                 self.node.release(self.worker)
 

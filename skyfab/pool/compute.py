@@ -25,6 +25,7 @@ from skyfab.calls.call import (
     as_function,
     as_group,
     check_errors,
+    check_gpus,
     check_seconds,
     not_a_call,
     not_a_function,
@@ -80,6 +81,9 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
+_Items = Iterable[Any]
+_Gpus = float | None
+"""How many GPUs a call has for itself, or which share of one; None: as its function says."""
 
 
 _ELASTIC: Final = 10.0
@@ -184,7 +188,7 @@ class Compute(ShownAsTable):
         self._nodes = Nodes(self._images, Workdirs(workdir), timing, self.events, self._scheduler, self._sync)
         self._broadcasts = Broadcasts(self._images, ranks, self._nodes.job, timing, self.events, untrusted=untrusted)
         self._devices = Devices(self._nodes.solo_spec, self._images.plugins, self.events, untrusted=untrusted)
-        self._actors = Actors(self._nodes.solo_spec, self._images.plugins, self.events, untrusted=untrusted)
+        self._actors = Actors(self._scheduler.gpus, self._images.plugins, self.events, untrusted=untrusted)
         self.files = Files(self._nodes.solo_spec, self.events)
         self._forwards = Forwards(self.events)
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()
@@ -242,6 +246,7 @@ class Compute(ShownAsTable):
         for node in nodes:
             node.open_device = weakref.WeakMethod(self.device)
             node.on_found = self._actors.on_found
+            node.on_exited = self._scheduler.ended
         self._scheduler.open(nodes, self._nodes.solo_spec)
         self._broadcasts.open()
         self._sync.open(self.hosts)
@@ -331,8 +336,11 @@ class Compute(ShownAsTable):
             future: Future[list[R]] = self._broadcasts.submit(packed, self.hosts, pool=self)
             return wait_for(future, self.hosts, self.events.waiting)
 
-    def submit(self, call: Call[R], *, on: str = "one", keep: bool = False) -> Future[R]:
+    def submit(self, call: Call[R], *, on: str = "one", keep: bool = False, gpus: _Gpus = None) -> Future[R]:
         """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.
+
+        It has `gpus` GPUs of one host for itself, or that share of one such as 0.5, and waits until they are free
+        (docs/gpus.md; None: as its function says). A broadcast has all of its hosts.
 
         Arrays and tensors are not copied: do not modify them until the future is done. If the arguments contain tensors
         of a remote device of that host, the call runs in the worker of the device and uses the tensors directly. With
@@ -340,13 +348,20 @@ class Compute(ShownAsTable):
         tensors (docs/remote_device.md). Raises NotPicklable.
         """
         self._check_call(call)
+        check_gpus(0 if gpus is None else gpus)
         if on == "all":
+            if gpus:
+                raise UsageError("gpus= is for a call on one worker: a broadcast has all GPUs of its hosts")
             if keep:
                 hint = "[compute.submit(call, on=host.name, keep=True) for host in compute.hosts]"
                 raise UsageError("keep=True is for a call to one host, but this call is a broadcast", hint=hint)
             return self._broadcasts.submit(self._pack(call), self.hosts, pool=self)
         node = None if on == "one" else named(self.hosts, on)
         found = self._pack_solo(call, node)
+        if isinstance(found, PackedCall) and not keep:
+            found.gpus = found.gpus if gpus is None else gpus
+        elif gpus:
+            raise UsageError("gpus= is not for a call in the process of a remote device, which has its own GPU")
         if isinstance(found, PackedCall) and found.yields:
             future = CallFuture()
             future.settle(self._generate(found, node))
@@ -419,6 +434,7 @@ class Compute(ShownAsTable):
             stall=about.stall,
             yields=about.yields,
             ahead=about.ahead,
+            gpus=about.gpus,
             found=found,
         )
 
@@ -478,16 +494,17 @@ class Compute(ShownAsTable):
         return as_group(calls).results(self.submit)
 
     @overload
-    def map(self, function: Function[..., R], *items: Iterable[Any], errors: Literal["raise"] = "raise") -> list[R]: ...
+    def map(self, function: Function[..., R], *items: _Items, gpus: _Gpus = None) -> list[R]: ...
     @overload
-    def map(self, function: Callable[..., R], *items: Iterable[Any], errors: Literal["raise"] = "raise") -> list[R]: ...
+    def map(self, function: Callable[..., R], *items: _Items, gpus: _Gpus = None) -> list[R]: ...
     @overload
-    def map(self, function: Any, *items: Iterable[Any], errors: Literal["return"]) -> list[Any]: ...
-    def map(self, function: Any, *items: Iterable[Any], errors: Errors = "raise") -> list[Any]:
+    def map(self, function: Any, *items: _Items, errors: Errors, gpus: _Gpus = None) -> list[Any]: ...
+    def map(self, function: Any, *items: _Items, errors: Errors = "raise", gpus: _Gpus = None) -> list[Any]:
         """Applies `function` to each of `items`, balanced over all slots of all hosts. Results are in order.
 
-        Short items are sent in groups. Raises the first failure, and cancels the rest; with ``errors="return"`` an
-        exception takes the place of the result, and the rest continues.
+        With `gpus`, as for `submit`, an item begins as soon as that many GPUs of a host are free. Short items are sent
+        in groups. Raises the first failure, and cancels the rest; with ``errors="return"`` an exception takes the place
+        of the result, and the rest continues.
         """
         self._check_open()
         check_errors(errors)
@@ -500,11 +517,17 @@ class Compute(ShownAsTable):
             hint = f"sky.gather(*({fn.label}(item) for item in items)) >> compute runs them in parallel"
             raise UsageError(f"map cannot call {fn.label}: it is a generator function", hint=hint)
         calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
-        packed = pack_function(fn, self._images.plugins)
+        each = PackedCall(
+            function=pack_function(fn, self._images.plugins),
+            arguments=codec.Payload(b""),
+            label=fn.label,
+            timeout=self._timeout_of(fn),
+            retries=fn.retries,
+            gpus=fn.gpus if gpus is None else gpus,
+        )
         self._sync_tree()
         progress = self.events.progress(fn.label, len(calls))
-        timeout = self._timeout_of(fn)
-        made = MapCall(self._scheduler, packed, calls, timeout=timeout, errors=errors, progress=progress)
+        made = MapCall(self._scheduler, each, calls, errors=errors, progress=progress)
         with SIGNAL_GUARD:
             return wait_for(made.start(), self.hosts, self.events.waiting)
 
@@ -514,7 +537,7 @@ class Compute(ShownAsTable):
         /,
         *args: Any,
         on: str = "one",
-        gpus: int = 0,
+        gpus: float = 0,
         concurrency: int = 1,
         restarts: int = 0,
         **kwargs: Any,
@@ -523,9 +546,9 @@ class Compute(ShownAsTable):
 
         ``handle.method(x)`` waits, ``handle.method.submit(x)`` returns a future, and a method that yields returns an
         iterator. Calls run in the order of their submission, `concurrency` at a time, each on its own thread. `on` is a
-        host, "head", or "one" for the one with the fewest actors. The process has `gpus` GPUs for itself. If it ends,
-        calls raise ActorLost; `restarts` is how often the object is created again (docs/actors.md). Raises what the
-        constructor raises.
+        host, "head", or "one" for the one with the fewest actors. The process has `gpus` GPUs for itself, as for
+        `submit`. If it ends, calls raise ActorLost; `restarts` is how often the object is created again
+        (docs/actors.md). Raises what the constructor raises.
         """
         self._check_open()
         nodes = self.hosts if on == "one" else [named(self.hosts, on)]
@@ -533,15 +556,15 @@ class Compute(ShownAsTable):
         made = Function(construct)(kind, args, kwargs, sources=sources_of(kind))
         return self._actors.make(made, nodes, self._sync_tree, limits)
 
-    def executor(self, gpus: int = 0) -> PoolExecutor:
+    def executor(self, gpus: float = 0) -> PoolExecutor:
         """The pool as a `concurrent.futures.Executor`, with all slots of all hosts (docs/engines.md).
 
-        `gpus` is the number of GPUs that each of its calls reserves: it must be 0 for now.
+        Each of its calls has `gpus` GPUs of one host for itself, or that share of one such as 0.5.
         """
         from skyfab.engines.executor import PoolExecutor
 
         self._check_open()
-        return PoolExecutor(self, self._scheduler.slots, gpus=gpus)
+        return PoolExecutor(self, self._scheduler.slots_for(gpus), gpus=gpus)
 
     def dask(
         self, *, workers: int | None = None, threads: int | None = None

@@ -1,4 +1,4 @@
-"""Handles: how this program and functions on hosts call actors; and the actors of a pool, with their GPUs."""
+"""Handles: how this program and functions on hosts call actors; and the actors of a pool."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from skyfab._util.suggest import nearest
 from skyfab.calls.call import Call
 from skyfab.calls.pack import PackedCall, pack_function
 from skyfab.calls.stream import found_in_call
-from skyfab.errors import HostLost, SkyfabError, UsageError
+from skyfab.errors import SkyfabError, UsageError
 from skyfab.host.agent.actors import Methods, RemoteHandle
 from skyfab.pool.actor import INVOKE, Actor, Common, Limits, pack_named
 from skyfab.pool.futures import CallFuture
+from skyfab.pool.gpus import Gpus
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.streams import RemoteIterator, exchange
 from skyfab.protocol import codec, messages
@@ -101,18 +102,14 @@ def _drop(actor: Actor) -> None:
 class Actors:
     """The actors of a pool."""
 
-    def __init__(
-        self, spec_of: Callable[[Node, str], WorkerSpec], plugins: tuple[Any, ...], events: Events, *, untrusted: bool
-    ) -> None:
-        """`spec_of` returns the spec of a solo worker on a node."""
-        self._spec_of = spec_of
-        self._common = Common(plugins=plugins, events=events, untrusted=untrusted, check=self.check)
+    def __init__(self, gpus: Gpus, plugins: tuple[Any, ...], events: Events, *, untrusted: bool) -> None:
+        """`gpus` chooses their hosts."""
+        self._common = Common(plugins=plugins, events=events, untrusted=untrusted, check=self.check, gpus=gpus)
         self._numbers = itertools.count(1)
-        self._lock = threading.Lock()
         self._served: set[tuple[object, str, int]] = set()
         """Processes that have handles."""
-        self._actors: dict[str, tuple[Actor, Node, tuple[int, ...]]] = {}
-        """By the name of their worker, each with its node and the GPUs that it has for itself."""
+        self._actors: dict[str, Actor] = {}
+        """By the name of their worker."""
 
     def make(self, made: Call[Any], nodes: Sequence[Node], tree: Callable[[], str], limits: Limits) -> Handle:
         """Starts an actor on one of the nodes, and waits until `made` has made its object. Raises what that raises."""
@@ -131,7 +128,7 @@ class Actors:
         function = pack_function(made.function, self._common.plugins)
         packed = PackedCall(function=function, arguments=arguments, label=label, found=found)
         actor = Actor(worker, kind, packed, place, limits, self._common)
-        self._actors[worker] = (actor, nodes[0], ())
+        self._actors[worker] = actor
         actor.start()
         return Handle(actor)
 
@@ -139,7 +136,7 @@ class Actors:
         """Raises UsageError for handles of actors of other pools."""
         for one in found:
             actor = one._actor if isinstance(one, Handle) else None  # noqa: SLF001 - a class of this module
-            if actor is not None and self._actors.get(actor.worker, (None,))[0] is not actor:
+            if actor is not None and self._actors.get(actor.worker) is not actor:
                 raise UsageError(f"{one!r} belongs to another pool", hint="pass it to functions of its own pool")
 
     def on_found(self, node: Node, worker: str, generation: int, found: Sequence[Any]) -> None:
@@ -155,49 +152,19 @@ class Actors:
 
     def find(self, worker: str) -> Actor:
         """The actor of a handle that a host has."""
-        return self._actors[worker][0]
+        return self._actors[worker]
 
     def _place(
         self, worker: str, nodes: Sequence[Node], tree: Callable[[], str], limits: Limits, label: str
     ) -> tuple[Node, WorkerSpec]:
         """The node with the fewest actors that has enough GPUs, and the spec for a process there."""
-        gpus = limits.gpus
-        synced = tree()
-        with self._lock:
-            others = [
-                (node, taken)
-                for name, (actor, node, taken) in list(self._actors.items())
-                if name != worker and not actor.is_closed
-            ]
-            free = {
-                node: [gpu for gpu in node.gpus if not any(gpu in taken for other, taken in others if other is node)]
-                for node in nodes
-                if node.lost is None
-            }
-            fitting = [node for node in free if len(free[node]) >= gpus]
-            if not fitting:
-                raise self._nowhere(nodes, gpus, label)
-            node = min(fitting, key=lambda node: sum(other is node for other, _ in others))
-            taken = tuple(free[node][:gpus])
-            self._actors[worker] = (self._actors[worker][0], node, taken)
-        spec = self._spec_of(node, synced)
-        env = {**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, taken))} if gpus else spec.env
-        return node, replace(spec, env=env, pipelined=True, threads=limits.concurrency)
-
-    def _nowhere(self, nodes: Sequence[Node], gpus: int, label: str) -> SkyfabError:
-        lost = [node.lost for node in nodes if node.lost is not None]
-        if len(lost) == len(nodes):
-            return HostLost(f"no host is left for the actor {label}", host=nodes[0].name)
-        most = max(len(node.gpus) for node in nodes if node.lost is None)
-        have = f"none of the {len(nodes)} hosts has" if len(nodes) > 1 else f"{nodes[0].name} does not have"
-        return UsageError(
-            f"{have} {gpus} free {'GPU' if gpus == 1 else 'GPUs'} for the actor {label}",
-            hint="other actors use some: end one (with …)" if most >= gpus else f"gpus= can be at most {most}",
-        )
+        tree()
+        slot = self._common.gpus.reserve(worker, nodes, limits.gpus, f"the actor {label}")
+        return slot.node, replace(slot.spec, pipelined=True, threads=limits.concurrency)
 
     def close(self) -> None:
         """The pool closes: its actors can no longer be called."""
-        for actor, _, _ in list(self._actors.values()):
+        for actor in list(self._actors.values()):
             actor.close()
         self._actors.clear()
 

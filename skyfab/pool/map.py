@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Final
 
 from skyfab.calls.call import Call, Errors
-from skyfab.calls.pack import PackedCall, PackedFunction, pack_arguments
+from skyfab.calls.pack import PackedCall, pack_arguments
 from skyfab.errors import ProtocolError, RemoteTraceback, printable
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.scheduler import Scheduler
@@ -41,31 +42,29 @@ class MapCall:
     def __init__(
         self,
         scheduler: Scheduler,
-        function: PackedFunction,
+        each: PackedCall,
         calls: Sequence[Call[Any]],
         *,
-        timeout: float | None,
         errors: Errors = "raise",
         progress: Callable[[int, bool], None],
     ) -> None:
-        """With ``errors="return"``, exceptions are results. `progress` is called now and then with how many items have
-        a result, and whether the map failed.
+        """`each` has all that the calls have in common. With ``errors="return"``, exceptions are results. `progress` is
+        called now and then with how many items have a result, and whether the map failed.
         """
         self.future = CallFuture()
-        self.future.label = calls[0].function.label if calls else ""
+        self.future.label = each.label
         self.future.on_cancel = self._cancel
         self._scheduler = scheduler
-        self._function = function
+        self._each = each
         self._calls = calls
-        self._slots = scheduler.slots
-        self._timeout = timeout
+        self._slots = scheduler.slots_for(each.gpus)
         self._results: list[Any] = [None] * len(calls)
         self._lock = threading.Lock()
         self._next = 0
         self._left = len(calls)
         self._size = 1
         self._errors = errors
-        self._most = len(calls) if timeout is None and errors == "raise" else 1
+        self._most = len(calls) if each.timeout is None and errors == "raise" else 1
         """Largest group. If a timeout or an error is about one item, every item is a call of its own."""
         self._running: set[Task] = set()
         self._failed = False
@@ -92,15 +91,7 @@ class MapCall:
         arguments = _pack(group)
         if count == 1 and arguments.size * self._most > _BYTES:
             self._most = max(1, _BYTES // arguments.size)
-        task = Task(
-            PackedCall(
-                function=self._function,
-                arguments=arguments,
-                label=group[0].function.label,
-                timeout=self._timeout,
-                retries=group[0].function.retries,
-            )
-        )
+        task = Task(replace(self._each, arguments=arguments))
         task.each = True
         with self._lock:
             self._running.add(task)

@@ -146,6 +146,8 @@ class Node(ShownAsTable):
         """The workers that belong to a gang, or did until just now, and the members that they are."""
         self.on_found: Callable[[Node, str, int, Sequence[Any]], None] = lambda *_: None
         """Called with the worker and its generation when streams or actors are sent to it, in a call's arguments."""
+        self.on_exited: Callable[[str], None] = lambda worker: None
+        """Called with a worker that has exited."""
         self.open_device: weakref.WeakMethod[Callable[..., torch.device]] | None = None
         """The pool's own method, once it is open."""
 
@@ -240,8 +242,11 @@ class Node(ShownAsTable):
 
     def on_exit(self, worker: str, generation: int) -> None:
         with self._lock:
-            if worker in self._workers and self._workers[worker][1] == generation:
-                del self._workers[worker]
+            current = self._workers.get(worker, (None, generation))[1] == generation
+            if current:
+                self._workers.pop(worker, None)
+        if current:  # else another process has its place already
+            self.on_exited(worker)
         if (member := self.members.get(worker)) is not None:
             member.exited()
 
@@ -324,11 +329,13 @@ class Node(ShownAsTable):
         """Asks the host to stop calls; without `begun`, to return those of them that have not begun."""
         self.session.send(messages.Cancel(streams=list(streams), begun=begun))
 
-    def release(self, worker: str) -> None:
-        """Terminates a worker."""
+    def release(self, worker: str) -> bool:
+        """Terminates a worker. Returns False if it has no process."""
         with self._lock:
-            if self._workers.pop(worker, None) is not None:
+            runs = self._workers.pop(worker, None) is not None
+            if runs:
                 self.session.send(messages.StopWorker(worker=worker))
+        return runs
 
     def _worker(self, worker: str, spec: WorkerSpec) -> int:
         """Starts a process for the spec, unless the worker has one already. Returns its generation."""

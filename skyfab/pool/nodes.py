@@ -87,7 +87,7 @@ class Nodes(Owner):
         else:
             self.recovery.expect(node, error)
         self.events.emit(HostState(host=node.name, state="lost", detail=error.message))
-        self._scheduler.advance()
+        self._scheduler.ended(node)
 
     def solo_spec(self, node: Node, tree: str) -> WorkerSpec:
         """The worker spec for solo calls on a node: a world of size 1."""

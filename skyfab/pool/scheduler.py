@@ -19,9 +19,11 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
+from skyfab.calls.call import check_gpus
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.results import deliver, unpack_result
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
+from skyfab.pool.gpus import Gpus
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.streams import end_all
 from skyfab.pool.task import PREFETCH, RESERVED, Slot, Task
@@ -54,6 +56,7 @@ class Scheduler:
         `slots` is the number of slots of each host, else the inventory says it.
         """
         self._per_host = slots
+        self._nodes: Sequence[Node] = ()
         self._slots: list[Slot] = []
         self._own_slots: list[Slot] = []
         """Those of generators: each has one for itself, as it may wait for a program that makes other calls."""
@@ -62,7 +65,9 @@ class Scheduler:
         self._advancing: set[int] = set()
         """Threads that are inside `advance`."""
         self._waiting: deque[Task] = deque()
-        self._lock = threading.Lock()
+        self._waiting_for_gpus: deque[Task] = deque()
+        self.gpus = Gpus()
+        self._lock = self.gpus.lock
         self._mean = 1.0
         self._looking = False
         self._started = started
@@ -81,23 +86,26 @@ class Scheduler:
         self._own_slots = []
         self._slots = [Slot(node, f"solo.{number}", spec_of(node, "")) for number, node in numbered]
         self._spec_of = spec_of
+        self._nodes = nodes
+        self.gpus.open(nodes, spec_of)
 
-    @property
-    def slots(self) -> int:
-        """How many solo calls run at a time on all hosts."""
-        return len(self._slots)
+    def slots_for(self, gpus: float) -> int:
+        """How many solo calls that need `gpus` run at a time on all hosts. Raises UsageError if none can."""
+        check_gpus(gpus)
+        return self.gpus.slots_for(gpus) if gpus else len(self._slots)
 
     def use_tree(self, tree: str) -> None:
         """The project changed: later calls need workers that import the new code."""
         for slot in (*self._slots, *self._own_slots):
             slot.spec = self._spec_of(slot.node, tree)
+        self.gpus.use_tree(tree)
 
     # ---- the fast path
 
     def run(self, call: PackedCall) -> Any:
         """Runs a small call on an idle slot: its result, or NOT_TAKEN. Raises what the call raises."""
         arguments = call.arguments
-        if call.stall is not None or call.retries:
+        if call.stall is not None or call.retries or call.gpus:
             return NOT_TAKEN
         if arguments.buffers or len(arguments.data) > SMALL or call.function.payload.buffers:
             return NOT_TAKEN
@@ -155,13 +163,16 @@ class Scheduler:
     # ---- the queue
 
     def add(self, task: Task) -> None:
-        """Runs the task as soon as a slot is free."""
+        """Runs the task as soon as a slot is free. Raises UsageError if no host has enough GPUs for it."""
+        gpus = task.call.gpus
         with SIGNAL_GUARD:
+            if gpus:
+                self.gpus.check(gpus, [task.on] if task.on is not None else self._nodes, task.call.label)
             task.enter(self)
             with self._lock:
-                slot = self._own_slot(task) if task.call.yields else None
+                slot = self._own_slot(task) if task.call.yields and not gpus else None
                 if slot is None:
-                    self._waiting.append(task)
+                    self._queue_of(task).append(task)
                 else:
                     self._assign(task, slot)
             if slot is None:
@@ -187,7 +198,24 @@ class Scheduler:
     def _next_step(self) -> Callable[[], None] | None:
         """What to do without the lock: make a call on a slot that is reserved for it now, or fail calls."""
         with self._lock:
-            return self._place() if self._waiting else None
+            step = self._place() if self._waiting else None
+            return self._place_on_gpus() if step is None and self._waiting_for_gpus else step
+
+    def _place_on_gpus(self) -> Callable[[], None] | None:
+        found = self.gpus.place(self._waiting_for_gpus)
+        if found is None:
+            return None
+        if isinstance(found, list):
+            return functools.partial(self.gpus.release, found)
+        task, slot = found
+        self._waiting_for_gpus.remove(task)
+        if slot is None:
+            return functools.partial(self._strand, [task])
+        self._assign(task, slot)
+        return functools.partial(self._give, task, slot)
+
+    def _queue_of(self, task: Task) -> deque[Task]:
+        return self._waiting_for_gpus if task.call.gpus else self._waiting
 
     def _place(self) -> Callable[[], None] | None:
         alive = [slot for slot in self._slots if slot.node.lost is None]
@@ -241,7 +269,8 @@ class Scheduler:
         """Fails calls that no host can take."""
         for task in tasks:
             lost = task.on.lost if task.on is not None else None
-            self._finish(task, None, lost or HostLost("every host of the pool is lost"))
+            which = f" with {task.call.gpus} GPUs" if task.call.gpus else ""
+            self._finish(task, None, lost or HostLost(f"every host of the pool{which} is lost"))
 
     def _give(self, task: Task, slot: Slot) -> None:
         task.started = time.monotonic()
@@ -272,14 +301,14 @@ class Scheduler:
                 again = task.returned < _MOST_RETURNS
             if again:
                 task.slot, task.stream = None, 0
-                self._waiting.appendleft(task)
-            elif why != "unassigned" and not task.call.yields:
+                self._queue_of(task).appendleft(task)
+            elif why != "unassigned" and not task.call.yields and not slot.gpus:
                 self._measure(task, slot)
-            surplus = task.call.yields and self._is_surplus(slot)
+            surplus = task.call.yields and not slot.gpus and self._is_surplus(slot)
         if surplus:
             with contextlib.suppress(SkyfabError):  # the host is lost
                 slot.node.release(slot.worker)
-        if self._waiting:
+        if self._waiting or self._waiting_for_gpus:
             self.advance()
         if len(self._slots) > 1:
             self._help()
@@ -327,11 +356,16 @@ class Scheduler:
             if again:
                 task.retries -= 1
                 task.slot, task.stream = None, 0
-                self._waiting.appendleft(task)
+                self._queue_of(task).appendleft(task)
         if again and task.ended is not None:
             task.ended(error)
         elif not again:
             self._finish(task, None, error)
+        self.advance()
+
+    def ended(self, what: str | Node) -> None:
+        """A worker has exited, of any kind, or a host is lost."""
+        self.gpus.ended(what)
         self.advance()
 
     def _finish(self, task: Task, result: Any = None, error: BaseException | None = None) -> None:
@@ -343,8 +377,8 @@ class Scheduler:
     def cancel(self, task: Task) -> None:
         """Stops a call, queued or running. One that is not sent yet never will be: its `is_wanted` is False."""
         with self._lock:
-            if task in self._waiting:
-                self._waiting.remove(task)
+            if task in (queue := self._queue_of(task)):
+                queue.remove(task)
                 return
             slot, stream = task.slot, task.stream
         if slot is not None and stream:
@@ -356,8 +390,10 @@ class Scheduler:
     def fail_all(self) -> None:
         """The pool closes: fails all calls that have not begun, and ends generators."""
         with self._lock:
-            waiting, self._waiting = self._waiting, deque()
-            running = [task.conversation for slot in self._own_slots for task in slot.tasks]
+            waiting = [*self._waiting, *self._waiting_for_gpus]
+            self._waiting.clear()
+            self._waiting_for_gpus.clear()
+            running = [task.conversation for slot in (*self._own_slots, *self.gpus.slots) for task in slot.tasks]
         end_all([conversation for conversation in running if conversation is not None])
         for task in waiting:
             self._finish(task, None, CallCancelled(f"{task.call.label} had not started when the pool was closed"))

@@ -95,7 +95,9 @@ RESERVED: Final = Task(
 class Slot:
     """One worker for solo calls on one node."""
 
-    def __init__(self, node: Node, worker: str, spec: WorkerSpec) -> None:
+    def __init__(
+        self, node: Node, worker: str, spec: WorkerSpec, gpus: tuple[int, ...] = (), wanted: float = 0
+    ) -> None:
         self.node = node
         self.worker = worker
         self.spec = spec
@@ -106,6 +108,17 @@ class Slot:
         """Calls without a reply yet; the first one runs."""
         self.answered = 0.0
         """Time of the last reply."""
+        self.gpus = gpus
+        """The GPUs that it sees; without any, all of its host."""
+        self.wanted = wanted
+        """How many GPUs it has for itself, or which share of one."""
+        self.is_leaving = False
+        """Its process was asked to exit, and may still use its GPUs."""
+
+    @property
+    def is_kept(self) -> bool:
+        """Its process is kept for a next call."""
+        return not self.tasks and not self.is_leaving
 
     def is_stuck(self, now: float) -> bool:
         """Its running call takes long: nothing should wait behind it."""

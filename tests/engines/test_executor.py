@@ -178,12 +178,6 @@ def test_after_shutdown_nothing_is_taken_and_what_was_is_finished(two: sky.Compu
     assert two.executor().submit(square, 3).result() == 9, "another executor of the pool is not affected"
 
 
-def test_only_zero_gpus_can_be_reserved(two: sky.Compute) -> None:
-    assert two.executor(gpus=0)
-    with pytest.raises(UsageError, match=r"invalid gpus=1: expected 0"):
-        two.executor(gpus=1)
-
-
 def test_timeout_and_retries_of_a_function_hold(two: sky.Compute) -> None:
     with two.executor() as executor:
         assert isinstance(executor.submit(sky.function(timeout=0.3)(time.sleep), 60).exception(), TimeoutError)

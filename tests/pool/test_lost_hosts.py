@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,9 @@ def pool(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., s
     def open_it(**options: Any) -> sky.Compute:
         inventory = sky.Inventory.of(pair.inventory)
         options = {"heartbeat_timeout": 2, "lease": 20, "ui": "none", **options}
-        opened.append(sky.Compute("node1,node2", inventory=inventory, **options))
+        gpus = options.pop("gpus", "auto")
+        hosts = [replace(host, gpus=gpus) for host in inventory.select("node1,node2")]
+        opened.append(sky.Compute(hosts, inventory=inventory, **options))
         opened[-1].open()
         return opened[-1]
 
@@ -153,6 +156,34 @@ def test_a_broadcast_that_may_be_repeated_waits_for_a_host_that_is_rebooted(
     until(lambda: any("node2: lost; waiting up to 100 s for it to come back" in line for line in said), "it waits")
     pair["node2"].reboot()
     assert future.result(170) == [1, 1]
+
+
+def test_the_gpus_of_a_lost_host_are_free_when_it_is_back(
+    pair: Lab, pool: Callable[..., sky.Compute], place: Spot
+) -> None:
+    """What had one of them moves, if it may be repeated; what waits for that host fails."""
+    compute = pool(gpus=(0, 1))
+    calls = [sky.function(retries=1)(stay)(place / f"on{n}", place / "end") for n in range(4)]
+    futures = [compute.submit(call, gpus=1) for call in calls]
+    begun = {f"on{n}.node{1 + n % 2}" for n in range(4)}
+    until(lambda: begun <= place.names(), "two have begun on each host")
+    for n in range(4):
+        place.leave(f"on{n}.go")
+    waits = compute.submit(sky.function(stay)(place / "on4", place / "end"), gpus=2, on="node2")
+    with compute.actor(Total, restarts=1) as total:
+        pair["node2"].kill()
+        try:
+            with pytest.raises(sky.HostLost):
+                waits.result(60)
+            compute.submit(sky.function(leave)(place / "end"), on="node1").result(60)
+            assert [future.result(60) for future in futures] == ["node1"] * 4
+            assert total.add(1) == 1
+        finally:
+            pair["node2"].reboot()
+    until(lambda: compute.hosts[1].lost is None, "node2 is taken back")
+    name = sky.function(lambda: sky.instance_info().hostname)
+    assert compute.submit(name(), gpus=2, on="node2").result(60) == "node2"
+    assert compute.submit(name(), gpus=2, on="node1").result(60) == "node1"
 
 
 class Total:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 import skyfab as sky
-from skyfab.calls.pack import PackedFunction
+from skyfab.calls.pack import PackedCall, PackedFunction
 from skyfab.pool import map as module
 from skyfab.pool.map import MapCall
 from skyfab.pool.task import Task
@@ -17,8 +17,11 @@ from skyfab.protocol import codec
 
 class FakeScheduler:
     def __init__(self, slots: int) -> None:
-        self.slots = slots
+        self._slots = slots
         self.tasks: list[Task] = []
+
+    def slots_for(self, gpus: float) -> int:
+        return self._slots
 
     def add(self, task: Task) -> None:
         task.started = 1000.0
@@ -34,14 +37,16 @@ class Stage:
         self.scheduler = FakeScheduler(slots)
         function = sky.function(retries=retries)(len)
         calls = [function(item) for item in items]
-        packed = PackedFunction("digest", codec.Payload(b""))
+        nothing, timeout = codec.Payload(b""), options.pop("timeout", None)
+        function_there = PackedFunction("digest", nothing)
+        each = PackedCall(function=function_there, arguments=nothing, label="len", timeout=timeout, retries=retries)
         self.told: list[tuple[int, bool]] = []
         self.call = MapCall(
             self.scheduler,  # type: ignore[arg-type]
-            packed,
+            each,
             calls,
             progress=lambda done, failed: self.told.append((done, failed)),
-            **{"timeout": None, **options},
+            **options,
         )
         self.future = self.call.start()
 

@@ -53,13 +53,13 @@ class Stage:
         self.events = Events()
         self.events.subscribe(self.found.append)
         workdirs: Any = SimpleNamespace(of=lambda host: f"folder of {host.name}")
-        scheduler: Any = SimpleNamespace(advance=self._advance, untrusted=False)
+        scheduler: Any = SimpleNamespace(ended=self._advance, untrusted=False)
         sync: Any = SimpleNamespace(take_back=None)
         timing = Timing(lease=60, heartbeat_timeout=10)
         self.owner = Nodes(self.images, workdirs, timing, self.events, scheduler, sync)  # type: ignore[arg-type]
         self.owner.recovery.expect = lambda *rest: self.expected.append(rest)  # type: ignore[method-assign]
 
-    def _advance(self) -> None:
+    def _advance(self, _: object) -> None:
         self.advanced += 1
 
     def node(self) -> Any:

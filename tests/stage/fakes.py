@@ -138,9 +138,10 @@ class FakeNode:
         self._check()
         (self.cancelled if begun else self.unassigned).extend(streams)
 
-    def release(self, worker: str) -> None:
+    def release(self, worker: str) -> bool:
         self._check()
         self.released.append(worker)
+        return True
 
     def note_lost(self, error: Exception) -> None:
         if self.lost is None and self.session.has_ended:

@@ -1,8 +1,12 @@
-"""Detects that CUDA is unusable in this process: after a device-side assert, say, every later GPU call fails."""
+"""CUDA in a worker: whether it is still usable (after a device-side assert, every later GPU call fails), and how much
+memory torch may use.
+"""
 
 from __future__ import annotations
 
 import sys
+from importlib.machinery import PathFinder
+from types import SimpleNamespace
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
@@ -69,3 +73,28 @@ def _probe(torch: Any, device: int) -> None:
     """Raises if the device is unusable. Never waits for running kernels: one may be a collective that hangs."""
     if torch.cuda.current_stream(device).query():
         torch.zeros(1, device=f"cuda:{device}").item()
+
+
+def limit_memory(share: str | None) -> None:
+    """Has torch use at most this share of the memory of the only GPU of this process, if there is a limit.
+
+    torch loads CUDA when it is first used. When torch.cuda is imported, the limit is added to the calls to make then.
+    """
+
+    def find_spec(name: str, path: Any, target: Any = None) -> Any:
+        if name != "torch.cuda":
+            return None
+        sys.meta_path.remove(finder)
+        spec: Any = PathFinder.find_spec(name, path, target)
+        run = spec.loader.exec_module
+
+        def exec_module(module: Any) -> None:
+            run(module)
+            module._lazy_call(lambda: module.set_per_process_memory_fraction(float(share or 1), 0))  # noqa: SLF001 - no public one
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+    finder: Any = SimpleNamespace(find_spec=find_spec)
+    if share is not None:
+        sys.meta_path.insert(0, finder)

@@ -47,6 +47,7 @@ def main(source: int, sink: int, request: dict[str, Any]) -> None:
     """Serves calls until the agent closes the pipe."""
     _settle(request)
     rank = Worker(source, sink, request["stores"], plain=request["plain"])
+    cuda.limit_memory(request["env"].get(context.GPU_SHARE))
     if context.JOINED in request["env"]:
         from skyfab.host.agent.join import hand_over
 

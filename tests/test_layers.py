@@ -43,7 +43,7 @@ MAY_IMPORT = {
     "inspect.top": "errors _util inventory calls session detached ui host pool",
     "demo": "context",
     "cli": "errors _util context protocol inventory calls plugins ssh session detached env ui files inspect pool lab"
-    " demo",
+    " demo host",
     "lab": "errors _util",  # it makes machines and does not use them, so that tests of anything can use it
     "__main__": "cli",
     "pytest_plugin": "errors protocol calls lab",

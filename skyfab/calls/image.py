@@ -70,7 +70,10 @@ class Image(ShownAsTable):
     setup: str = ""
     """Shell lines that run on a host before Python, after those of the inventory: ``module load cuda``."""
     program: str | None = None
-    """The script whose project is sent, and the modules next to it; None: this program's own."""
+    """The script whose project is sent, and the modules next to it; None: this program's own.
+
+    ``FOLDER/-m NAMES`` means the modules with these names, separated by spaces, that can be imported in the folder.
+    """
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         given = [(each.name, getattr(self, each.name)) for each in fields(self)]

@@ -40,11 +40,12 @@ class Modules:
     """The user's own modules that a program imports, directly or not."""
 
     def __init__(self, program: str | None, names_in: Callable[[Entry, bytes], Iterable[str]]) -> None:
-        """`program` is the path of a script; None: this process. `names_in` says what a file imports."""
-        script = _script_of(program)
-        paths = [os.path.dirname(script)] if script else []
+        """`program` is as in `Image`. `names_in` says what a file imports."""
+        folder, _, named = (program or "").rpartition("/-m ")
+        script = None if folder else _script_of(program)
+        paths = [folder or os.path.dirname(script or "")] if folder or script else []
         paths += [os.path.abspath(entry or os.getcwd()) for entry in sys.path]
-        paths += _project_folder(Path(script)) if script else []
+        paths += _project_folder(Path(folder or script or "")) if folder or script else []
         self._places = [(path, path) for path in dict.fromkeys(paths) if _is_own(path + os.sep)]
         self._names_in = names_in
         self._seen: set[str] = set()
@@ -59,6 +60,8 @@ class Modules:
             for entry, path in files_below(script, os.path.basename(script)):
                 self.found[path] = (paths[0], entry)
                 self.add(names_in(entry, path))
+        if folder:
+            self.add(name + inner for name in named.split() for inner in ("", ".__main__"))
         self.add(_loaded_modules())
         if program is None and not getattr(sys.modules.get("__main__"), "__file__", None):
             self.add(_modules_here())

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def perform(name: str, function: str, arguments: list[str], folder: str | None) -> None:
-    """Runs the file with this name, or a function of it.
+    """Runs the file with this name, or a function of it; or for a name without .py, a module as ``python -m`` does.
 
     It is on `sys.path`, in the project tree; with `folder`, the one that was laid out there runs, beside its data.
     """
@@ -22,12 +22,16 @@ def perform(name: str, function: str, arguments: list[str], folder: str | None) 
 
     if folder is not None:
         sys.path.insert(0, os.path.abspath(folder))  # noqa: PTH100
-    path = next(path for folder in sys.path if os.path.isfile(path := os.path.join(folder, name)))  # noqa: PTH113,PTH118
+    path = name
+    if name.endswith(".py"):
+        path = next(path for folder in sys.path if os.path.isfile(path := os.path.join(folder, name)))  # noqa: PTH113,PTH118
     sys.argv = [path, *arguments]
     try:
         if function:
             found: Any = getattr(importlib.import_module(name.removesuffix(".py")), function)
             awaited(getattr(found, "fn", found)(*arguments))
+        elif path is name:
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
             runpy.run_path(path, run_name="__main__")
     except SystemExit as end:

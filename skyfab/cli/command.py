@@ -96,6 +96,10 @@ Workdir = Annotated[
 Detach = Annotated[bool, Option("start a detached run and return")]
 
 
+COMMAND: Final = "-- "
+"""Instead of a script: any program, whose words are the arguments."""
+
+
 class Exit(Exception):
     """The end of the program, with a message and an exit code."""
 

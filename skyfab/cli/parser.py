@@ -14,7 +14,7 @@ from typing import Any, Final, NoReturn
 
 from skyfab._util.hints import HINTS
 from skyfab._util.suggest import nearest
-from skyfab.cli.command import Command
+from skyfab.cli.command import COMMAND, Command
 from skyfab.errors import UsageError
 
 _WIDEST: Final = 100
@@ -114,6 +114,8 @@ class CommandLine:
         if command.rest is not None and not command.rest.option.follows and "--" in words:
             at = words.index("--")
             own, rest = words[:at], words[at + 1 :]
+        if command.rest is not None and command.rest.option.follows:
+            own = _with_one_target(parser, words)
         # argparse takes hosts on both sides of an option only in this way.
         has_plain = any(one.option.plain for one in command.parameters)
         found, unknown = (parser.parse_known_intermixed_args if has_plain else parser.parse_known_args)(own)
@@ -145,6 +147,17 @@ class CommandLine:
         near = nearest(name.replace("_", "-"), known)
         typed = [f"{near}{equals}{value}" if one == word else one for one in words]
         return UsageError(f"unknown option {name}", hint=f"did you mean: {_typed(command, *typed)}" if near else help_)
+
+
+def _with_one_target(parser: CommandParser, words: list[str]) -> list[str]:
+    """Joins ``-m MODULE`` where a script may be, and marks ``--``, so that argparse takes each as one word."""
+    with_value = {flag for action in parser.actions if action.nargs is None for flag in action.option_strings}
+    at = 0
+    while at < len(words) and words[at].startswith("-") and words[at] not in ("-m", "--"):
+        at += 2 if words[at] in with_value else 1
+    if words[at : at + 1] == ["-m"]:
+        return [*words[:at], "-m " + "".join(words[at + 1 : at + 2]), *words[at + 2 :]]
+    return [*words[:at], COMMAND, *words[at + 1 :]] if words[at : at + 1] == ["--"] else words
 
 
 def _typed(*words: str) -> str:

@@ -1,8 +1,9 @@
-"""`skyfab run`: runs a script, or a function of one, on every rank, as torchrun would."""
+"""`skyfab run`: runs a script, a function, a module or any other program on every rank, as torchrun would."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import shlex
 import sys
@@ -10,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
-from skyfab.cli.command import Detach, Option, Ranks, command
+from skyfab.cli.command import COMMAND, Detach, Option, Ranks, command
 from skyfab.cli.script_options import ScriptOptions
 from skyfab.errors import BroadcastError, SkyfabError, UsageError
 
@@ -23,8 +24,10 @@ _ENDS: Final = 15.0
 
 @command
 def run(
-    target: Annotated[str, Option("the script to run, or the function to call", "FILE.py[:function]")],
-    *arguments: Annotated[str, Option("the arguments of the script or function", "[ARGS ...]", follows=True)],
+    target: Annotated[
+        str, Option("the script to run or the function to call; or -m MODULE, or -- COMMAND", "FILE.py[:function]")
+    ],
+    *arguments: Annotated[str, Option("its arguments", "[ARGS ...]", follows=True)],
     options: ScriptOptions,
     ranks: Ranks = None,
     sync: Annotated[
@@ -39,7 +42,7 @@ def run(
     name: Annotated[str | None, Option("a name for the detached run", "NAME")] = None,
     with_plugin: Annotated[Sequence[str], Option("a plugin such as torch, jax or joblib; repeatable", "PLUGIN")] = (),
 ) -> None:
-    """Run a script on every rank, as torchrun would.
+    """Run a script or any other program on every rank, as torchrun would.
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on: scripts written for torchrun need no change. Sends the
     modules that the script imports; --sync sends data too. Files that the script writes stay on the hosts, in the
@@ -51,10 +54,16 @@ def run(
     uv.lock, or of requirements.txt; otherwise uses the hosts' own Python. --with adds to any of them. [tool.skyfab] in
     pyproject.toml sets defaults for the options. At a terminal, Ctrl-C asks whether to stop or detach the run.
 
+    -m MODULE runs a module as python -m does. -- COMMAND runs any program: {rank}, {world_size}, {local_rank}, {node},
+    {nodes}, {head} and {port} in its words are replaced. Its files are those of the working folder: --sync copies
+    the current folder there.
+
         skyfab run --hosts=node1,node2 train.py --epochs 3
         skyfab run --hosts=node1 --sync --get='ckpt/*' train.py
         skyfab run --hosts=gpu --pip=torch,numpy --env=HF_TOKEN train.py
         skyfab run --hosts=gpu --ranks=2 experiment.py:main
+        skyfab run --hosts=gpu -m package.train --epochs 3
+        skyfab run --hosts=gpu --ranks=1 --sync -- torchrun --nnodes={nodes} --node-rank={node} train.py
     """
     from skyfab._util.atomic import write
     from skyfab.calls.call import as_function
@@ -66,10 +75,12 @@ def run(
     from skyfab.cli.put import remember
     from skyfab.cli.run_environment import plugins_of
     from skyfab.detached.run import Run
+    from skyfab.host.command import execute
     from skyfab.plugins.base import Torchrun
     from skyfab.pool.workdir import last_run
 
     script, function = _parsed(target, arguments, options.hosts)
+    label = shlex.join(arguments) if target == COMMAND else target.replace("-m ", "python -m ")
     if not options.no_project:
         hand_over(script)
     settings = ProjectSettings.of(script)
@@ -77,16 +88,18 @@ def run(
     with options.pool(script, settings, ranks=ranks or settings.ranks, here=2, plugins=plugins) as compute:
         with contextlib.suppress(OSError):
             write(last_run(), next(reversed(SENT), ""))  # for `skyfab ssh` and `exec`
-        started = as_function(perform)
-        started.label = target
+        started = as_function(execute if target == COMMAND else perform)
+        started.label = label
         folder = None
         if sync:
             folder, reports = compute.files.lay_out(script.parent, compute.hosts, ignored=sync == "all")
             for report in reports:
                 print(report, file=sys.stderr)
-        call = started(script.name, function, list(arguments), folder)
+        words = list(arguments)
+        named = script.name.removeprefix("-m ")
+        call = started(words, folder) if target == COMMAND else started(named, function, words, folder)
         try:
-            run = compute.launch(call, name=name) if detach else broadcast(compute, call, name=name or target)
+            run = compute.launch(call, name=name) if detach else broadcast(compute, call, name=name or label)
         except (BroadcastError, KeyboardInterrupt) as error:
             _save(compute, get, error)
             raise
@@ -120,8 +133,18 @@ def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
 
 
 def _parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None) -> tuple[Path, str]:
+    """The script and the name of the function; for a module and a command, as `Image.program` has them."""
     from skyfab._util.suggest import similar_path
 
+    if target == COMMAND:
+        if not arguments:
+            raise UsageError("no command to run", hint="put it after --: skyfab run -- hostname")
+        modules = [word for before, word in itertools.pairwise(arguments) if before == "-m"]
+        return Path.cwd() / f"-m {' '.join(filter(_is_module, modules))}", ""
+    if target.startswith("-m "):
+        if not _is_module(target.removeprefix("-m ")):
+            raise UsageError(f"not the name of a module: {target[3:]}", hint="skyfab run -m package.module")
+        return Path.cwd() / target, ""
     name, colon, function = target.partition(":")
     script = Path(name).expanduser()
     if not script.is_file():
@@ -132,12 +155,16 @@ def _parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None
             hint = f"to name hosts: skyfab run --hosts={shlex.join([named, *arguments])}"
         raise UsageError(f"{why}: {name}", hint=hint)
     if script.suffix != ".py":
-        raise UsageError(f"not a Python file (.py): {name}", hint="to run other commands: skyfab exec")
+        raise UsageError(f"not a Python file (.py): {name}", hint="to run other programs: skyfab run -- COMMAND")
     if colon and not function.isidentifier():
         raise UsageError(f"not a function name: {function!r}", hint=f"skyfab run {shlex.quote(f'{name}:main')}")
     if function:
         _check_function(script, name, function)
     return script.resolve(), function
+
+
+def _is_module(name: str) -> bool:
+    return all(map(str.isidentifier, name.split(".")))
 
 
 def _check_function(script: Path, name: str, function: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 import sys
 import time
@@ -218,7 +219,7 @@ def attach(
             found.result() if missing is None else found.raise_failure()
     if missing is not None:
         return 3
-    if state == "done" and not found.function.endswith(".py"):  # a script returns nothing
+    if state == "done" and not re.search(r"\.py$| ", found.function):  # a script returns nothing
         print(f'to get the result: skyfab.attach("{found.id[:8]}").result()', file=sys.stderr)
     return 0 if state == "done" else 1
 

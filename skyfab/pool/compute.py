@@ -566,6 +566,21 @@ class Compute(ShownAsTable):
         self._check_open()
         return PoolExecutor(self, self._scheduler.slots_for(gpus), gpus=gpus)
 
+    def command(self, words: Sequence[str]) -> Call[int]:
+        """A call that runs any program, such as ``compute.command(["vllm", "serve", …, "--node-rank={node}"])``.
+
+        ``@`` runs it on every rank, with torchrun's variables, in the working folder. In its `words`, {rank},
+        {world_size}, {local_rank}, {node}, {nodes}, {head} and {port} are replaced. Returns 0; raises WorkerDied with
+        the exit code or signal, and HostUnfit if the host has no such program.
+        """
+        from skyfab.host.command import execute
+
+        if isinstance(words, str) or not words or not all(isinstance(word, str) for word in words):
+            raise UsageError(f"invalid command: {words!r:.80}", hint='expected a list of strings: ["nvidia-smi", "-L"]')
+        function = as_function(execute)
+        function.label = words[0]
+        return function(list(words))
+
     def dask(
         self, *, workers: int | None = None, threads: int | None = None
     ) -> contextlib.AbstractContextManager[distributed.Client]:

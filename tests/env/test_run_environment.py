@@ -73,6 +73,17 @@ def test_packages_of_options(run: Run) -> None:
     assert "environment: shelf, from the command line\n" in ran.stderr
 
 
+def test_a_command_finds_the_programs_of_its_environment(run: Run, index: Index) -> None:
+    info = "greeter-1.0.dist-info/entry_points.txt"
+    code = "import sys\n\ndef main():\n    print('greeter', *sys.argv[1:])\n"
+    scripts = "[console_scripts]\ngreeter = greeter:main\n"
+    index.add("greeter", "1.0", files={"greeter/__init__.py": code, info: scripts})
+    ran = run("--pip=greeter", "--", "greeter", "of rank {rank}")
+    assert ran.stdout == "node1[0] greeter of rank 0\n", ran.stderr
+    ran = run("--pip=greeter", "-m", "greeter")
+    assert "No module named greeter.__main__" in ran.stderr  # it is there
+
+
 def test_a_line_names_what_was_built_from_source(run: Run, app: Path, index: Index) -> None:
     index.add("lamp", "1.0", requires=["stone"])
     index.add_source("stone", "2.0")

@@ -1,0 +1,85 @@
+"""Runs any program as a rank: as a child of the worker, with the variables, environment and modules of the rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+
+from skyfab import context
+from skyfab.errors import HostUnfit, WorkerDied
+
+TYPE_CHECKING = False  # as in all modules that hosts import
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+    from typing import Any
+
+    Program = subprocess.Popen[bytes]
+
+_PLACEHOLDER = re.compile(r"\{(rank|world_size|local_rank|node|nodes|head|port)\}")
+
+
+def execute(words: Sequence[str], folder: str | None = None) -> int:
+    """Runs a program until it ends, in the working folder or in `folder`. Returns 0; raises WorkerDied, HostUnfit."""
+    # The agent sends SIGTERM to the whole process group: this process must not end before the program does.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        code = start(words, cwd=folder).wait()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    if code:
+        raise WorkerDied(f"{words[0]} {how_it_ended(code)}", exitcode=code, rank=context.instance_info().rank)
+    return code
+
+
+def start(words: Sequence[str], *, port: int = 0, env: Mapping[str, str] | None = None, **options: Any) -> Program:
+    """Starts a program in the process group of this worker. Raises HostUnfit if it cannot be started.
+
+    `port` replaces the rendezvous port in its words and variables; `env` and other `options` are those of Popen.
+    """
+    info = context.instance_info()
+    values = {
+        "rank": info.rank,
+        "world_size": info.world_size,
+        "local_rank": info.local_rank,
+        "node": info.node,
+        "nodes": info.total_nodes,
+        "head": info.head_addr,
+        "port": port or info.head_port,
+    }
+    words = [_PLACEHOLDER.sub(lambda found: str(values[found[1]]), word) for word in words]
+    variables = {**_environment(), **({"MASTER_PORT": str(port)} if port else {}), **(env or {})}
+    try:
+        return subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, **options)
+    except FileNotFoundError as error:
+        if error.filename == options.get("cwd"):
+            raise
+        hint = "--pip=… installs its package, --sync copies the files of this folder to the hosts"
+        raise HostUnfit(f"command not found: {words[0]}", rank=info.rank, hint=hint) from None
+    except (OSError, ValueError) as error:
+        raise HostUnfit(f"cannot start {words[0]}: {error}", rank=info.rank) from None
+
+
+def how_it_ended(code: int) -> str:
+    """
+    >>> how_it_ended(3), how_it_ended(-9)
+    ('ended with exit code 3', 'was ended by SIGKILL')
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = {one.value: one.name for one in signal.Signals}
+    return f"was ended by {known.get(-code, f'signal {-code}')}"
+
+
+def _environment() -> dict[str, str]:
+    """That of this worker; the programs of its Python come first, and its own modules can be imported."""
+    env = dict(os.environ)
+    bundle = os.path.dirname(os.path.dirname(context.__file__))
+    own = sys.path[: sys.path.index(bundle) + 1]  # the project's folders are before it
+    env["PYTHONPATH"] = os.pathsep.join([*own, *filter(None, [env.get("PYTHONPATH")])])
+    programs = os.path.dirname(sys.executable)
+    if sys.prefix != sys.base_prefix or programs not in env.get("PATH", os.defpath).split(os.pathsep):
+        env["PATH"] = os.pathsep.join([programs, env.get("PATH", os.defpath)])
+    return env

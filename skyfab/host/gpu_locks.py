@@ -35,7 +35,7 @@ from skyfab.host.ask.gpu_tools import look_at_gpus, user_name
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a worker
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterable, Sequence
+    from collections.abc import Collection, Iterable, Mapping, Sequence
     from typing import Any, Final
 
 FOLDER: Final = "/tmp"  # a folder of our own would belong to the user who made it
@@ -52,6 +52,8 @@ _PAUSES: Final = (1.0, 30.0)
 """Seconds from one use of nvidia-smi to the next; they grow while GPUs stay in use."""
 _BUSY: Final = 10
 """Percent of use above which a GPU without processes that can be seen is in use."""
+QUEUED: Final = "SKYFAB_GPUS"
+"""The variable of ranks that claim their GPUs before they start."""
 _own: dict[tuple[int, int], int] = {}
 """The files of this process, by device and inode, with their descriptors."""
 
@@ -78,6 +80,13 @@ class Lease:
 
     def overlaps(self, gpus: Collection[int]) -> bool:
         return any(gpu in gpus for gpu in self.gpus)
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """For surveys: all but the order, and times as durations, because clocks differ."""
+        age = max(0.0, time.time() - self.since)
+        about = {"kind": self.kind, "user": user_name(self.uid), "run": self.run, "seconds": age}
+        return {**about, "gpus": self.gpus, "count": self.count, "low": self.low}
 
     def __str__(self) -> str:
         """``ada's night (node2, 4 GPUs, 3 h so far)``"""
@@ -184,6 +193,30 @@ def note_use(gpus: Sequence[int], run: str = "", folder: str = FOLDER) -> None:
     look(folder)  # removes what earlier processes have left
     with contextlib.suppress(OSError):
         _File(folder, "use", _said(gpus, len(gpus), run, low=False))
+
+
+def note_rank(request: dict[str, Any]) -> None:
+    """Notes which GPUs a rank of a gang uses, by what its worker was started with: its own, or all if it is alone.
+
+    Not for ranks that wait for GPUs themselves (skyfab.host.gpu_queue).
+    """
+    env, info = request["env"], request["info"]
+    if QUEUED not in env:
+        gpus = visible(env, info["accelerators"])
+        mine = gpus if info["local_world_size"] == 1 else gpus[info["local_rank"] : info["local_rank"] + 1]
+        name = ""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            if request["run"]:
+                with open(f"{request['run']}/about") as file:
+                    name = str(json.load(file)["name"])
+        if mine:
+            note_use(mine, name)
+
+
+def visible(env: Mapping[str, str], count: int) -> list[int]:
+    """The numbers of the GPUs that a process with these variables may use, of `count`."""
+    words = env.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")
+    return [int(word) for word in words if word.strip().isdecimal()]
 
 
 def _said(gpus: Iterable[int], count: int, run: str, *, low: bool) -> dict[str, Any]:

@@ -20,7 +20,7 @@ def cells(now: Survey, gpus: int | None) -> tuple[str, ...]:
         "–" if now.load is None else f"{now.load:.1f}",
         _free(now.memory_free, now.memory),
         _free(now.disk_free, now.disk),
-        _gpus(now, gpus),
+        "; ".join([_gpus(now, gpus), *map(str, now.holds), *_queue(now)]),
         "ready" if now.gpu_error is None else f"ready, but {now.gpu_error}",
     )
 
@@ -40,6 +40,10 @@ def _gpus(now: Survey, count: int | None) -> str:
     users = dict.fromkeys(process.user or "?" for gpu in now.gpus for process in gpu.processes)
     idle = ["idle"] if used and not now.is_busy else []
     return ", ".join([*parts, *(users or idle or (["in use"] if now.is_busy else []))])
+
+
+def _queue(now: Survey) -> list[str]:
+    return [f"{len(now.queue)} waiting, first {now.queue[0]}"] if now.queue else []
 
 
 def _short(system: str) -> str:

@@ -25,6 +25,7 @@ NAMES: Final[Mapping[str, Callable[[Host, Survey], Value]]] = {
     "gpu.free": lambda host, survey: _least(gpu.memory_free for gpu in survey.gpus),
     "gpu.use": lambda host, survey: max((gpu.use or 0 for gpu in survey.gpus), default=None),
     "gpu.name": lambda host, survey: ", ".join(gpu.name for gpu in survey.gpus),
+    "gpus.free": lambda host, survey: survey.free_gpus(host),
     "memory": lambda host, survey: survey.memory,
     "memory.free": lambda host, survey: survey.memory_free,
     "disk.free": lambda host, survey: survey.disk_free,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
 from skyfab._util import schema
+from skyfab._util.sizes import age
 from skyfab.inventory.host import Host
 from skyfab.session.ask import Question, only
 
@@ -55,6 +56,28 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """GPUs that a run of skyfab holds, or waits for (kind "ticket")."""
+
+    kind: Literal["hold", "use", "ticket"]
+    user: str
+    run: str
+    """Its name, if it has one."""
+    gpus: tuple[int, ...]
+    count: int
+    """How many it waits for."""
+    seconds: float
+    """Since when."""
+    low: bool = False
+    """Whether it gives way to others."""
+
+    def __str__(self) -> str:
+        what = f"{self.user}'s {self.run}" if self.run else self.user
+        numbers = f"{self.count} GPUs" if self.kind == "ticket" else f"GPU {','.join(map(str, self.gpus))}"
+        return f"{what} ({numbers} for {age(self.seconds)}{', low priority' if self.low else ''})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Survey:
     """A host at one moment."""
 
@@ -78,17 +101,33 @@ class Survey:
     """The program that lists the GPUs."""
     gpu_error: str | None = None
     """Why it could not."""
+    leases: tuple[Lease, ...] = ()
+    """Who holds GPUs or waits for them, in the order of the queue."""
+
+    @property
+    def holds(self) -> list[Lease]:
+        return [lease for lease in self.leases if lease.kind != "ticket"]
+
+    @property
+    def queue(self) -> list[Lease]:
+        return [lease for lease in self.leases if lease.kind == "ticket"]
 
     @property
     def is_busy(self) -> bool:
         """A GPU is in use; where there is none, all processors are."""
-        if self.gpus:
-            return any(gpu.is_busy for gpu in self.gpus)
+        if self.gpus or self.holds:
+            return bool(self.holds) or any(gpu.is_busy for gpu in self.gpus)
         return self.load is not None and self.load >= self.cpus
 
     def gpus_of(self, host: Host) -> int:
         """How many GPUs the host has, by what its driver or the inventory says."""
         return self.gpu_count if host.gpus == "auto" else len(host.gpus)
+
+    def free_gpus(self, host: Host) -> int:
+        """How many of them neither a run of skyfab nor another program uses, and nobody waits for."""
+        numbers = set(range(self.gpu_count) if host.gpus == "auto" else host.gpus)
+        numbers -= {gpu.index for gpu in self.gpus if gpu.is_busy}
+        return len(numbers.difference(*(lease.gpus for lease in self.leases)))
 
 
 SURVEY: Final = Question("survey", lambda host, replies: schema.parse(Survey, only(replies), LIMITS))

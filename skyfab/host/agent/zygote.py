@@ -305,6 +305,10 @@ def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited:
         os.close(fd)
     os.makedirs(cwd, mode=0o700, exist_ok=True)
     os.chdir(cwd)
+    if "RANK" in request["env"] and request["info"].get("accelerators"):
+        from skyfab.host.gpu_locks import note_rank
+
+        note_rank(request)
     from skyfab.host.agent import worker
 
     worker.main(source, sink, request)

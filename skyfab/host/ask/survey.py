@@ -9,6 +9,7 @@ import time
 
 from skyfab.host.agent.host_info import HostInfo
 from skyfab.host.ask.gpu_tools import look_at_gpus
+from skyfab.host.gpu_locks import look
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a worker
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ def survey(cache: str) -> dict[str, Any]:
         **memory(),
         **_disk(cache),
         **look_at_gpus(),
+        "leases": [lease.facts for lease in look()],
     }
 
 

@@ -1,0 +1,83 @@
+"""Who holds and who waits for GPUs, as `hosts`, `top` and conditions show it, and which GPUs a rank uses."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyfab._util import schema
+from skyfab.host import gpu_locks
+from skyfab.inspect.columns import cells
+from skyfab.inspect.condition import Condition
+from skyfab.inspect.survey import LIMITS, Survey
+from skyfab.inspect.top.monitor import Seen
+from skyfab.inspect.top.snapshot import snapshot
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
+
+HOST = Host(name="node1", gpus=(0, 1, 2))
+NIGHT: dict[str, Any] = {
+    "kind": "hold",
+    "user": "ada",
+    "run": "night",
+    "gpus": [0, 1],
+    "count": 2,
+    "seconds": 10_800.0,
+    "low": False,
+}
+
+
+def surveyed(*leases: dict[str, Any]) -> Survey:
+    said = {"os": "Debian", "kernel": "6", "python": "3.11", "cpus": 4, "leases": list(leases)}
+    return schema.parse(Survey, said, LIMITS)
+
+
+def test_hosts_shows_owner_run_and_since_when() -> None:
+    waits = {**NIGHT, "kind": "ticket", "user": "bob", "run": "", "count": 3, "seconds": 60.0, "low": True}
+    shown = cells(surveyed(NIGHT, waits), 3)[-2]
+    assert "; ada's night (GPU 0,1 for 3 h); 1 waiting, first bob (3 GPUs for 1 min, low priority)" in shown
+
+
+def test_conditions_know_which_gpus_are_free() -> None:
+    free, held = surveyed(), surveyed(NIGHT)
+    waited_for = surveyed(NIGHT, {**NIGHT, "kind": "ticket", "gpus": [0, 1, 2]})
+    assert [Condition("gpus.free >= 1").fits(HOST, one) for one in (free, held, waited_for)] == [True, True, False]
+    assert [Condition("gpus.free == 3").fits(HOST, one) for one in (free, held)] == [True, False]
+    assert [Condition("busy").fits(HOST, one) for one in (free, held)] == [False, True]
+    busy = {"index": 2, "name": "H100", "processes": [{"pid": 7}]}
+    both = dataclasses.replace(held, gpus=schema.parse(Survey, {**_said(), "gpus": [busy]}, LIMITS).gpus)
+    assert both.free_gpus(HOST) == 0
+    assert Condition("gpus.free").values(HOST, held) == "gpus.free 1"
+
+
+def _said() -> dict[str, Any]:
+    return {"os": "Debian", "kernel": "6", "python": "3.11", "cpus": 4}
+
+
+def test_top_counts_those_that_wait() -> None:
+    seen = Seen(host=HOST, survey=surveyed({**NIGHT, "kind": "ticket"}), heard=1.0)
+    now = snapshot([seen], Inventory(hosts={"node1": HOST}), every=1.0, clock=1.0, now=1.0)
+    assert now.summary == "1 host: 1 ready · 1 waiting for GPUs · no runs"
+
+
+@pytest.mark.parametrize("bad", [{"gpus": "all"}, {"kind": "lock"}, {"seconds": "long"}, {"user": 7}])
+def test_leases_that_a_host_invents_are_refused(bad: dict[str, Any]) -> None:
+    with pytest.raises(schema.Invalid):
+        surveyed({**NIGHT, **bad})
+
+
+def test_what_a_rank_was_started_with_says_which_gpus_it_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[tuple[list[int], str]] = []
+    monkeypatch.setattr(gpu_locks, "note_use", lambda gpus, run: noted.append((list(gpus), run)))
+    (tmp_path / "about").write_text(json.dumps({"name": "night"}))
+    info = {"accelerators": 2, "local_rank": 1, "local_world_size": 2}
+    gpu_locks.note_rank({"env": {}, "info": info, "run": str(tmp_path)})
+    gpu_locks.note_rank({"env": {"CUDA_VISIBLE_DEVICES": "4,6"}, "info": info, "run": ""})
+    gpu_locks.note_rank({"env": {}, "info": {**info, "local_rank": 2, "local_world_size": 3}, "run": ""})
+    gpu_locks.note_rank({"env": {gpu_locks.QUEUED: "1"}, "info": info, "run": ""})
+    gpu_locks.note_rank({"env": {"CUDA_VISIBLE_DEVICES": "GPU-8a,"}, "info": info, "run": "/none"})
+    assert noted == [([1], "night"), ([6], "")]

@@ -285,6 +285,28 @@ def test_autocast_in_graphs(device: Any, graphs: list[Any]) -> None:
     assert len(graphs) == 3
 
 
+def test_autocast_inside_of_autocast(device: Any, graphs: list[Any], notices: list[str]) -> None:
+    def step(x: Any) -> Any:
+        kind = x.device.type
+        before = x @ x
+        with torch.autocast(kind, dtype=torch.bfloat16):
+            first = x @ x
+            with torch.autocast(kind, enabled=False):
+                exact = x @ x
+            second = (x @ x).float()
+            with torch.autocast(kind, enabled=False):
+                pass
+        return before + x @ x, first, exact, second
+
+    torch.manual_seed(0)
+    x = torch.randn(16, 16)
+    found, expected = torch.compile(step, options=EAGER)(x.to(device)), step(x)
+    assert [one.dtype for one in found] == [one.dtype for one in expected]
+    close(found, expected, 0.05)
+    close([found[0], found[2]], [expected[0], expected[2]], 1e-5)
+    assert len(graphs) == 1 and not notices
+
+
 def test_changes_in_place(device: Any, graphs: list[Any], notices: list[str]) -> None:
     class Counting(nn.Module):
         def __init__(self) -> None:

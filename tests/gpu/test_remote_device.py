@@ -55,3 +55,22 @@ def test_the_machines_own_gpu_still_computes_and_backward_is_an_error(device: An
     assert (own * 2).sum().item() == 6
     with pytest.raises(RuntimeError):
         (own * 2).sum().backward()
+
+
+def test_a_compiled_module_that_enters_autocast(device: Any) -> None:
+    class Casting(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x: Any) -> Any:
+            with torch.autocast(x.device.type, dtype=torch.bfloat16):
+                return self.layer(x)
+
+    model = Casting().to(device)
+    x = torch.ones(2, 8, device=device)
+    found = torch.compile(model)(x)
+    found.float().sum().backward()
+    assert found.dtype == torch.bfloat16
+    assert torch.allclose(found.float().cpu(), model(x).float().cpu(), atol=0.05)
+    assert model.layer.weight.grad is not None

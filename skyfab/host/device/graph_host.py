@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import itertools
 import linecache
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MethodType
 from typing import Any, Final
@@ -19,6 +20,8 @@ _HINTS: Final = {
     "FailOnRecompileLimitHit": ": its sizes vary too much",
 }
 """What is missing on a host, by the name of Inductor's error."""
+_ENTER: Final = re.compile(r"    \w+ = torch\.amp\.autocast_mode\._enter_autocast\((.*)\)(;.*)?")
+_EXIT: Final = re.compile(r"    .*torch\.amp\.autocast_mode\._exit_autocast\(.*")
 
 
 class HostGraph(torch.nn.Module):  # type: ignore[misc]
@@ -107,6 +110,7 @@ class Part(torch.nn.Module):  # type: ignore[misc]
         for name, value in attributes.items():
             setattr(self, name, value)
         found = dict(scope)
+        source = _with_blocks(source)
         name = f"<graph {_new_number()} of torch.compile>"
         linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)  # else Dynamo wraps it
         exec(compile(source, name, "exec"), found)
@@ -116,3 +120,17 @@ class Part(torch.nn.Module):  # type: ignore[misc]
 
     def forward(self, *args: Any) -> Sequence[Any]:
         return self.function(*args)  # type: ignore[no-any-return]
+
+
+def _with_blocks(source: str) -> str:
+    """Autocast in ``with`` blocks: torch 2.11 cannot compile code that enters and leaves it by calls, as graphs do."""
+    lines, indentation = [], ""
+    for line in source.splitlines(keepends=True):
+        if entered := _ENTER.match(line):
+            lines.append(f"{indentation}    with torch.autocast({entered[1]}):\n{indentation}        pass\n")
+            indentation += "    "
+        elif _EXIT.match(line):
+            indentation = indentation[4:]
+        else:
+            lines.append(indentation + line)
+    return "".join(lines)

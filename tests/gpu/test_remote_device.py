@@ -57,6 +57,7 @@ def test_the_machines_own_gpu_still_computes_and_backward_is_an_error(device: An
         (own * 2).sum().backward()
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torch, when it imports Inductor
 def test_a_compiled_module_that_enters_autocast(device: Any) -> None:
     class Casting(torch.nn.Module):
         def __init__(self) -> None:

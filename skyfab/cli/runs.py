@@ -15,7 +15,6 @@ from skyfab._util.sizes import counted, seconds_of
 from skyfab.cli import report
 from skyfab.cli.command import RUN, Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
 from skyfab.cli.put import fetch_remembered
-from skyfab.detached.folder import phase_of
 from skyfab.errors import HostError, PoolError, SkyfabError, UsageError
 from skyfab.ui.terminal import clean, clean_lines, settled
 
@@ -91,6 +90,8 @@ def show_runs(found: Sequence[Run]) -> None:
 
 
 def _row(run: Run) -> tuple[str, ...]:
+    from skyfab.detached.folder import phase_of
+
     hosts = ", ".join(run.hosts)
     for what, names in (("not asked", run.unasked), ("no response", run.silent)):
         hosts += f" ({what}: {', '.join(names)})" if names else ""
@@ -102,6 +103,8 @@ def _row(run: Run) -> tuple[str, ...]:
 
 def facts_of(run: Run) -> dict[str, Any]:
     """A run, as `--json` prints it. Programs rely on the names."""
+    from skyfab.detached.folder import phase_of
+
     return {
         "id": run.id,
         "name": run.name,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from skyfab.cli.command import COMMAND, Detach, Option, Ranks, command
+from skyfab.cli.gpu_options import GpuOptions
 from skyfab.cli.script_options import ScriptOptions
 from skyfab.errors import BroadcastError, SkyfabError, UsageError
 
@@ -29,6 +30,7 @@ def run(
     ],
     *arguments: Annotated[str, Option("its arguments", "[ARGS ...]", follows=True)],
     options: ScriptOptions,
+    claim: GpuOptions,
     ranks: Ranks = None,
     sync: Annotated[
         bool | Literal["all"],
@@ -58,11 +60,15 @@ def run(
     {nodes}, {head} and {port} in its words are replaced. Its files are those of the working folder: --sync copies
     the current folder there.
 
+    --gpus takes GPUs that nobody uses, with skyfab or without, or fails and says who uses them. --when-free waits for
+    them (skyfab runs says for whom); with --detach on the hosts, without this machine.
+
         skyfab run --hosts=node1,node2 train.py --epochs 3
         skyfab run --hosts=node1 --sync --get='ckpt/*' train.py
         skyfab run --hosts=gpu --pip=torch,numpy --env=HF_TOKEN train.py
         skyfab run --hosts=gpu --ranks=2 experiment.py:main
         skyfab run --hosts=gpu -m package.train --epochs 3
+        skyfab run --hosts=gpu --when-free --gpus=4 --detach --name=night train.py
         skyfab run --hosts=gpu --ranks=1 --sync -- torchrun --nnodes={nodes} --node-rank={node} train.py
     """
     from skyfab._util.atomic import write
@@ -84,8 +90,9 @@ def run(
     if not options.no_project:
         hand_over(script)
     settings = ProjectSettings.of(script)
-    plugins = [Torchrun(), *plugins_of(with_plugin or settings.plugins)]
-    with options.pool(script, settings, ranks=ranks or settings.ranks, here=2, plugins=plugins) as compute:
+    plugins = [Torchrun(), *claim.plugins, *plugins_of(with_plugin or settings.plugins)]
+    ranks = ranks or claim.gpus or settings.ranks
+    with claim.added_to(options).pool(script, settings, ranks=ranks, here=2, plugins=plugins) as compute:
         with contextlib.suppress(OSError):
             write(last_run(), next(reversed(SENT), ""))  # for `skyfab ssh` and `exec`
         started = as_function(execute if target == COMMAND else perform)
@@ -98,6 +105,8 @@ def run(
         words = list(arguments)
         named = script.name.removeprefix("-m ")
         call = started(words, folder) if target == COMMAND else started(named, function, words, folder)
+        if claim.claims:
+            call = claim.call(call, compute, name or label)
         try:
             run = compute.launch(call, name=name) if detach else broadcast(compute, call, name=name or label)
         except (BroadcastError, KeyboardInterrupt) as error:

@@ -16,6 +16,13 @@ if TYPE_CHECKING:
     Phase = Literal["waiting", "starting", "ready", "restarting", "giving way"]
 
 
+def leave() -> None:
+    """This rank has no phase any longer: the run is running."""
+    if folder := context.run_folder():
+        with contextlib.suppress(OSError):
+            os.unlink(f"{folder}/phase.{context.instance_info().rank}")
+
+
 def enter(phase: Phase, text: str = "") -> None:
     """Notes the phase of this rank, with a text for users. Does nothing if the run is not detached."""
     if folder := context.run_folder():

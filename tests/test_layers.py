@@ -61,6 +61,7 @@ LONGEST_FUNCTION = 60
 """Lines, unless a reason is given here."""
 LONGER = {
     "cli.run:run": "the options of the command, one line each",
+    "cli.sweep:sweep": "the options of the command, one line each",
     "lab.lab:start": "the options of a lab, each with a line of documentation",
     "pool.compute:__init__": "the options of a pool, each with its sentence",
 }

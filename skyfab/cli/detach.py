@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
@@ -14,6 +14,7 @@ from skyfab._util.hints import HINTS
 from skyfab.calls.call import Call
 from skyfab.cli.sigterm import SIGTERM
 from skyfab.detached.run import Run
+from skyfab.detached.sweep import LABEL
 from skyfab.pool.compute import Compute
 from skyfab.pool.futures import note_stopped
 from skyfab.ui.prompt import TERMINAL
@@ -33,7 +34,7 @@ def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
                 results: list[R] = future.result()
                 return results
         except KeyboardInterrupt as error:
-            choice = _asked(future)
+            choice = asked(future.done)
             if choice == "stop":
                 note_stopped(error, future, compute.hosts)
                 raise
@@ -41,14 +42,14 @@ def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
                 return compute.detach(name=name)
 
 
-def _asked(future: Future[Any]) -> str:
+def asked(is_over: Callable[[], bool]) -> str:
     """What the user wants after Ctrl-C: "stop", "detach" or "continue". Without a terminal it is to stop."""
     while not SIGTERM.came and TERMINAL.is_attended() and sys.stderr.isatty():
         try:
-            answer = TERMINAL.ask(_QUESTION, future.done, echo=True)
+            answer = TERMINAL.ask(_QUESTION, is_over, echo=True)
         except KeyboardInterrupt:  # Ctrl-C again
             break
-        if future.done():
+        if is_over():
             return "continue"
         if answer is None:  # Ctrl-D
             break
@@ -72,7 +73,7 @@ def tell_how_to_attach(run: Run, name: str | None = None, get: Sequence[str] = (
     word = short if not name or name.startswith("-") else shlex.quote(name)
     if container:
         word += " --hosts=" + shlex.quote(",".join(f"{host}/{container}" for host in run.hosts))
-    for task in ("attach", "logs", "stop"):
+    for task in ("sweep" if run.function.startswith(LABEL) else "attach", "logs", "stop"):
         print(HINTS.adapted(f"  skyfab {task} {word}"), file=sys.stderr)
     if get and run.in_workdirs():
         text = f"skyfab attach {word} fetches {', '.join(get)} into {Path.cwd()} when the run has ended"

@@ -85,7 +85,7 @@ def run(
     from skyfab.plugins.base import Torchrun
     from skyfab.pool.workdir import last_run
 
-    script, function = _parsed(target, arguments, options.hosts)
+    script, function = parsed(target, arguments, options.hosts)
     label = shlex.join(arguments) if target == COMMAND else target.replace("-m ", "python -m ")
     if not options.no_project:
         hand_over(script)
@@ -141,7 +141,7 @@ def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
                 print(report, file=sys.stderr)
 
 
-def _parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None) -> tuple[Path, str]:
+def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None) -> tuple[Path, str]:
     """The script and the name of the function; for a module and a command, as `Image.program` has them."""
     from skyfab._util.suggest import similar_path
 

@@ -85,22 +85,13 @@ def _lines(path: Path) -> list[tuple[str, ...]]:
     return [words for words in found if words]
 
 
-def distinct(trials: Sequence[Sequence[str]]) -> list[list[str]]:
-    """The words of each trial, without those that all trials have.
-
-    >>> distinct([["--lr=1e-3", "--fast"], ["--lr=1e-4", "--fast"]])
-    [['--lr=1e-3'], ['--lr=1e-4']]
-    """
-    common = set.intersection(*map(set, trials)) if len(trials) > 1 else set()
-    return [[word for word in words if word not in common] for words in trials]
-
-
 def folders_of(trials: Sequence[Sequence[str]]) -> list[str]:
-    """A name for the folder of each trial: its number, and what distinguishes it.
+    """A name for the folder of each trial: its number, and the words that not all trials have.
 
     >>> folders_of([["--lr=1e-3", "data=a/b"], ["--lr=1e-4", "data=a/b"]])
     ['0001-lr=1e-3', '0002-lr=1e-4']
     """
-    texts = ["-".join(word.lstrip("-") for word in words) for words in distinct(trials)]
-    names = [re.sub(r"[^\w.=+-]+", "_", text, flags=re.ASCII)[:_NAME] for text in texts]
-    return [f"{number:04}-{name}".rstrip("-") for number, name in enumerate(names, 1)]
+    common = set.intersection(*map(set, trials)) if len(trials) > 1 else set()
+    names = ["-".join(word.lstrip("-") for word in words if word not in common) for words in trials]
+    safe = [re.sub(r"[^\w.=+-]+", "_", name, flags=re.ASCII)[:_NAME] for name in names]
+    return [f"{number:04}-{name}".rstrip("-") for number, name in enumerate(safe, 1)]

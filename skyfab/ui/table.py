@@ -30,7 +30,7 @@ def table(
     """
     cells = [[clean(cell, colour=False) for cell in row] for row in rows]
     if not is_rich(sys.stdout):
-        put(sys.stdout, _aligned(head, cells, right))
+        put(sys.stdout, aligned(head, cells, right))
         return
     width = shutil.get_terminal_size().columns
     fitting = _narrowed(head, cells, optional, width)
@@ -64,7 +64,8 @@ def _narrowed(
     return None
 
 
-def _aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str]) -> str:
+def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> str:
+    """A table as plain text."""
     columns = []
     for name, *cells in zip(head, *rows, strict=True):
         width = max(map(len, (name, *cells)))

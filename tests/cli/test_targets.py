@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyfab.cli.put import put
-from skyfab.cli.run import _parsed
+from skyfab.cli.run import parsed
 from skyfab.errors import UsageError
 
 
@@ -32,7 +32,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 )
 def test_a_script_that_is_not_there(here: Path, target: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
-        _parsed(target)
+        parsed(target)
     assert caught.value.hint == hint
 
 
@@ -43,7 +43,7 @@ def test_names_with_spaces_are_quoted(here: Path) -> None:
         "my train.py:a b": "skyfab run 'my train.py:main'",
     }.items():
         with pytest.raises(UsageError) as caught:
-            _parsed(target)
+            parsed(target)
         assert caught.value.hint == hint
 
 

@@ -1,0 +1,269 @@
+"""`skyfab sweep`: runs the trials of a grid over all slots of all hosts, and shows them in a table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+import secrets
+import shlex
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path, PurePosixPath
+from signal import Signals
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from skyfab._util.atomic import write
+from skyfab._util.hints import HINTS
+from skyfab._util.sizes import counted
+from skyfab.cli.command import Detach, Option, command
+from skyfab.cli.script_options import ScriptOptions
+from skyfab.errors import UsageError
+from skyfab.ui.terminal import LiveLines, clean, is_rich, put
+
+if TYPE_CHECKING:
+    from skyfab.detached.run import Run
+    from skyfab.detached.sweep import Trial
+    from skyfab.inventory.host import Host
+    from skyfab.inventory.inventory import Inventory
+    from skyfab.pool.node import Node
+
+_PACE: Final = 1.0
+"""Seconds between two looks at the hosts."""
+
+
+@command
+def sweep(
+    target: Annotated[str, Option("the script to run, or the name or ID of a sweep to show", "FILE.py|SWEEP")],
+    *arguments: Annotated[str, Option("more words, for options of the script", "[-- ARGS ...]")],
+    values: Annotated[Sequence[str], Option("values to try: lr=1e-3,1e-4 seed=1..5", "NAME=VALUES", plain=True)] = (),
+    grid: Annotated[str | None, Option("a file with the words of a trial on each line", "FILE")] = None,
+    gpus: Annotated[str, Option("GPUs for each trial alone, or a share of one such as 0.5", "N")] = "0",
+    slots: Annotated[int | None, Option("trials at a time on a host", "N", default="the inventory's slots")] = None,
+    detach: Detach = False,
+    keep_going: Annotated[bool, Option("begin new trials after one has failed")] = False,
+    resume: Annotated[bool, Option("run only the trials that are not done in the last sweep of this name")] = False,
+    follow: Annotated[bool, Option("show a running sweep until it has ended", short="f")] = False,
+    name: Annotated[str | None, Option("a name for the sweep", "NAME", default="that of the script")] = None,
+    csv_: Annotated[str | None, Option("write the table to this file; - is stdout", "FILE")] = None,
+    json_: Annotated[str | None, Option("write the results to this file, as JSON; - is stdout", "FILE")] = None,
+    options: ScriptOptions,
+) -> int:
+    """Run a script once for each combination of values.
+
+    Each word NAME=VALUES stands for several: lr=1e-3,1e-4 or seed=1..5. The script is run with each combination, as
+    lr=1e-3 seed=1, on all slots of all hosts, or with --gpus on all GPUs. Each trial is a process with its own folder
+    on its host, sweeps/NAME-DATE/0001-lr=1e-3-seed=1 in the working folder: its current folder, with log.txt and
+    trial.json. What it reports with skyfab.report(loss=0.3) is in the table.
+
+    The hosts do not need this program: if it ends, the sweep continues, and skyfab sweep NAME shows the table. At a
+    terminal, Ctrl-C asks whether to stop or detach. After a failure no new trials begin, unless --keep-going is given.
+    --resume repeats those that failed, were lost or have not begun. Exits with 1 if a trial failed, with 3 if one was
+    lost with its host.
+
+        skyfab sweep train.py lr=1e-3,1e-4 seed=1..5 --gpus=1
+        skyfab sweep train.py --detach --name=night -- --lr=1e-3,1e-4
+        skyfab sweep night --csv=night.csv
+    """
+    from skyfab.calls.call import as_function, check_gpus
+    from skyfab.cli.detach import tell_how_to_attach
+    from skyfab.cli.interpreter import hand_over
+    from skyfab.cli.project_settings import ProjectSettings
+    from skyfab.cli.run import parsed
+    from skyfab.cli.trials import trials_of
+    from skyfab.detached.sweep import LABEL
+    from skyfab.host.sweep import sweep as drive
+    from skyfab.plugins.base import OwnPort
+
+    results = [(csv_, _csv), (json_, _json)]
+    if not target.endswith(".py"):
+        return _show(target, options.hosts, options.inventory, results, follow=follow)
+    script, _ = parsed(target)
+    words = trials_of([*values, *arguments], grid)
+    count: Any = int(gpus) if gpus.isdigit() else float(gpus) if re.fullmatch(r"0?\.\d+", gpus) else gpus
+    check_gpus(count)
+    if not options.no_project:
+        hand_over(script)
+    name = name or script.stem
+    with options.pool(script, ProjectSettings.of(script), ranks=1, here=1, plugins=[OwnPort()]) as compute:
+        hosts = [node.host for node in compute.hosts]
+        before = _known(name, hosts, compute.inventory) if resume else {}
+        plan = {
+            "script": script.name,
+            "trials": _planned(words, before, name),
+            "hosts": [host.name for host in hosts],
+            "slots": _slots(compute.hosts, count, slots),
+            "share": str(count) if 0 < count < 1 else None,
+            "keep_going": keep_going,
+            "secret": secrets.token_hex(32),
+        }
+        started = as_function(drive)
+        started.label = f"{LABEL}{target}"
+        run = compute.launch(started(plan), name=name)
+        known = compute.inventory
+    if detach:
+        tell_how_to_attach(run, name)
+        return 0
+    return _show(run.id, hosts, known, results, follow=True, is_own=True)
+
+
+def _slots(nodes: Sequence[Node], gpus: float, limit: int | None) -> list[Sequence[str | None]]:
+    """The slots of each host; a slot with GPUs of its own is what CUDA_VISIBLE_DEVICES is there. Raises UsageError."""
+    if not gpus:
+        return [[None] * (limit or node.host.slots) for node in nodes]
+    size, copies = max(1, int(gpus)), max(1, int(1 / gpus + 1e-6))
+    found: list[Sequence[str | None]] = []
+    for node in nodes:
+        sets = [node.gpus[at : at + size] for at in range(0, len(node.gpus) - size + 1, size)]
+        found.append([",".join(map(str, one)) for one in sets * copies][:limit])
+    if not any(found):
+        most = max(len(node.gpus) for node in nodes)
+        raise UsageError(f"no host has {counted(size, 'GPU')} for a trial", hint=f"--gpus can be at most {most}")
+    return found
+
+
+def _known(name: str, hosts: Sequence[Host], inventory: Inventory) -> dict[tuple[str, ...], Trial]:
+    """The trials of the last sweep with this name. Raises UsageError if it is not over."""
+    from skyfab.detached.run import attached
+    from skyfab.detached.sweep import Sweep
+
+    with attached(name, hosts, inventory=inventory, results="data") as run:
+        found = {trial.words: trial for trial in Sweep(run).look()}
+        if run.state == "running":
+            raise UsageError(f"sweep {name} is still running", hint=f"skyfab sweep {name} shows it, skyfab stop {name}")
+        for host in run.silent:
+            print(f"{host}: no response: what it ran counts as lost, unless others know its end", file=sys.stderr)
+    return found
+
+
+def _planned(
+    words: Sequence[tuple[str, ...]], before: Mapping[tuple[str, ...], Trial], name: str
+) -> list[dict[str, Any]]:
+    """All trials; those that are done already are listed with their results."""
+    from skyfab.cli.trials import folders_of
+
+    root = f"sweeps/{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}-{time.strftime('%m%d-%H%M%S')}"
+    found: list[dict[str, Any]] = []
+    for number, (one, folder) in enumerate(zip(words, folders_of(words), strict=True), 1):
+        old = before.get(one)
+        if old is not None and old.state == "done":
+            found.append(asdict(old) | {"trial": number})
+        else:
+            place = f"{root}/{folder}" if old is None else old.folder
+            found.append({"trial": number, "state": "waiting", "words": one, "folder": place})
+    return found
+
+
+# ---- a sweep that was started
+
+
+def _show(name: str, hosts: Any, inventory: Any, results: Results, *, follow: bool, is_own: bool = False) -> int:
+    """Shows a sweep, with `follow` until it has ended; Ctrl-C leaves it running, unless it `is_own`. Exit code."""
+    from skyfab.cli.detach import asked, tell_how_to_attach
+    from skyfab.detached.run import attached
+    from skyfab.detached.sweep import Sweep
+    from skyfab.ui.table import aligned
+
+    live, before = LiveLines(), ""
+    with attached(name, hosts, inventory=inventory, results="data") as run:
+        sweep = Sweep(run)
+        while True:
+            try:
+                trials = sweep.look()
+                if not follow or (run.parts and run.state != "running"):
+                    break
+                head, rows = _table([trial for trial in trials if trial.state != "waiting"])
+                if is_rich(sys.stdout):
+                    put(sys.stdout, live.frame("", [_summary(trials), *aligned(head, rows).splitlines()]))
+                elif _summary(trials) != before:
+                    before = _summary(trials)
+                    print(before, file=sys.stderr)
+                time.sleep(_PACE)
+            except KeyboardInterrupt:
+                put(sys.stdout, live.frame("", []))
+                choice = asked(lambda: False) if is_own else "leave"
+                if choice == "stop":
+                    run.stop()
+                    raise
+                if choice != "continue":
+                    tell_how_to_attach(run, run.name)
+                    return 0 if is_own else 130
+        put(sys.stdout, live.frame("", []))
+        _report(trials, run, results)
+    states = {trial.state for trial in trials}
+    return 1 if "failed" in states else 3 if "lost" in states else int(bool(states & {"stopped", "not started"}))
+
+
+def _report(trials: Sequence[Trial], run: Run, results: Results) -> None:
+    """Prints the table and what to do next, and writes files of results."""
+    from skyfab.ui.table import table
+
+    for path, text_of in results:
+        if path == "-":
+            put(sys.stdout, text_of(trials))
+        elif path is not None:
+            write(Path(path).expanduser(), text_of(trials), mode=0o644)
+    if all(path != "-" for path, _ in results):
+        table(*_table(trials), optional=("time", "host"))
+    print(_summary(trials), file=sys.stderr)
+    for trial in [trial for trial in trials if trial.state == "failed"][:1]:
+        log = f"{trial.folder}/log.txt"
+        get = f"skyfab get --run={run.id[:8]} {shlex.quote(log)}" if run.in_workdirs() else log
+        print(HINTS.adapted(clean(f"the log of trial {trial.trial}: {get}", colour=False)), file=sys.stderr)
+    if run.state != "running" and any(trial.state != "done" for trial in trials):
+        print("to run the trials that are not done: the same command with --resume", file=sys.stderr)
+
+
+def _summary(trials: Sequence[Trial]) -> str:
+    counts = Counter(trial.state for trial in trials)
+    return f"{counted(len(trials), 'trial')}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
+
+
+def _table(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
+    rows = []
+    for trial in trials:
+        values = {name: f"{one:.5g}" if isinstance(one, float) else str(one) for name, one in trial.values.items()}
+        time = "" if trial.seconds is None else str(timedelta(seconds=round(trial.seconds)))
+        name = PurePosixPath(trial.folder).name
+        rows.append({"trial": name, "state": _state(trial), "host": trial.host, "time": time, **values})
+    head = [*dict.fromkeys(name for row in rows for name in row)]
+    return head, [[row.get(name, "") for name in head] for row in rows]
+
+
+def _state(trial: Trial) -> str:
+    """
+    >>> from skyfab.detached.sweep import Trial
+    >>> _state(Trial(trial=1, state="failed", code=-9))
+    'failed (SIGKILL)'
+    """
+    if trial.state != "failed":
+        return trial.state
+    code = next((one.name for one in Signals if one == -(trial.code or 0)), trial.code)
+    return f"failed ({trial.error or code})"
+
+
+def _csv(trials: Sequence[Trial]) -> str:
+    """A row for each trial, with its arguments and what it has reported."""
+    rows: list[dict[str, Any]] = []
+    for trial in trials:
+        given = dict(word.lstrip("-").partition("=")[::2] for word in trial.words)
+        about = {name: getattr(trial, name) for name in ("trial", "state", "host", "seconds", "folder")}
+        rows.append(about | given | {name: one for name, one in trial.values.items() if name not in about})
+    text = io.StringIO()
+    writer = csv.DictWriter(text, [*dict.fromkeys(name for row in rows for name in row)], lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+def _json(trials: Sequence[Trial]) -> str:
+    return json.dumps([asdict(trial) for trial in trials], indent=2, ensure_ascii=False) + "\n"
+
+
+Results = Sequence[tuple["str | None", Callable[[Sequence["Trial"]], str]]]
+"""Files of results, and what makes their texts."""

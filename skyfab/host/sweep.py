@@ -1,0 +1,227 @@
+"""A sweep on its hosts: rank 0 holds the list of trials; a driver on each host runs them, each as a process of its own.
+
+Every driver notes in ``trials.RANK`` in the folder of the run what happens to trials: a line of JSON for each step, and
+first one for each trial. Rank 0 also notes which trial it gives to whom, before it does. So no trial begins twice, and
+whatever is lost, it is known what has begun. A rank whose connection breaks comes back, and says which trials it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+
+from skyfab import context
+from skyfab.errors import SkyfabError
+from skyfab.host.command import start
+from skyfab.host.rank_channel import Channel, Head
+
+TYPE_CHECKING = False  # as in all modules that hosts import
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
+
+    Trial = dict[str, Any]
+    """As `detached/sweep.py` reads it."""
+
+_RETURN = 40.0
+"""Seconds in which a rank must be back: more than it takes to notice that a connection is broken."""
+_LOOK = 5.0
+"""Seconds between looks at what running trials have reported."""
+_OF_A_GANG = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "NODE_RANK", "GROUP_", "ROLE_", "TORCHELASTIC_")
+"""Beginnings of the names of variables that a trial must not have: it is not a rank."""
+
+_LIMITED = """
+import runpy, sys
+from skyfab.host.agent.cuda import limit_memory
+limit_memory(sys.argv[1])
+del sys.argv[:2]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script with a limit of its GPU memory."""
+
+
+class TrialList:
+    """Rank 0's list: which trials wait, and which rank has which."""
+
+    def __init__(
+        self, waiting: Sequence[int], slots: Sequence[Any], note: Callable[[Trial], None], *, keep_going: bool
+    ) -> None:
+        self._waiting = list(reversed(waiting))
+        self._held: dict[int, set[int]] = {rank: set() for rank in range(len(slots))}
+        self._note = note
+        self._keep_going = keep_going
+        self._lock = threading.Lock()
+        self.expected = {rank for rank, found in enumerate(slots) if found}
+        """Ranks that may ask again."""
+        self.states: list[str] = []
+        """Those of trials that have ended."""
+
+    def handle(self, rank: int, message: dict[str, Any]) -> dict[str, Any]:
+        """A rank reports a trial that has `ended`, if any, says which trials it has, and asks for the next one."""
+        with self._lock:
+            held, ended = self._held[rank], message["ended"]
+            if ended is not None and ended["trial"] in held:  # else the reply has not arrived, and it says so again
+                held.remove(ended["trial"])
+                self.states.append(ended["state"])
+                self._note(ended)
+            missed = sorted(held.difference(message["has"]), reverse=True)  # given in replies that have not arrived
+            held.difference_update(missed)
+            self._waiting += missed
+            if not self._waiting or ("failed" in self.states and not self._keep_going):
+                if not held:
+                    self.expected.discard(rank)
+                return {"trial": None}
+            self._note({"trial": self._waiting[-1], "state": "given", "rank": rank})
+            held.add(self._waiting[-1])
+            return {"trial": self._waiting.pop()}
+
+    def gone(self, rank: int) -> None:
+        with self._lock:
+            for trial in sorted(self._held[rank]):
+                self._note({"trial": trial, "state": "lost", "rank": rank})
+
+
+def sweep(plan: dict[str, Any]) -> None:
+    """Runs in a worker on each host; `plan` is that of `cli/sweep.py`."""
+    info = context.instance_info()
+    for name in [name for name in os.environ if name.startswith(_OF_A_GANG)]:
+        del os.environ[name]
+    journal = open(os.path.join(context.run_folder(), f"trials.{info.rank}"), "ab", 0)  # noqa: SIM115
+
+    def note(trial: Trial) -> None:
+        journal.write(json.dumps(trial).encode() + b"\n")
+
+    for trial in plan["trials"]:
+        note(trial)
+    driver = Driver(plan, note)
+    signal.signal(signal.SIGTERM, lambda *_: driver.stopped.set())  # trials get it too, and may save what they have
+    if info.rank:
+        driver.run()
+        return
+    waiting = [trial["trial"] for trial in plan["trials"] if trial["state"] == "waiting"]
+    trials = TrialList(waiting, plan["slots"], note, keep_going=plan["keep_going"])
+    head = Head(
+        socket.socket(fileno=context.take_listener()), bytes.fromhex(plan["secret"]), trials.handle, trials.gone
+    )
+    driver.run()
+    heard = time.monotonic()
+    while trials.expected and time.monotonic() < heard + _RETURN and not driver.stopped.wait(0.1):
+        heard = time.monotonic() if head.ranks else heard
+    head.close()
+    if trials.states.count("done") < len(waiting):
+        raise SkyfabError(f"{trials.states.count('done')} of {len(waiting)} trials are done")
+
+
+class Driver:
+    """Runs trials on this host, one at a time in each slot."""
+
+    def __init__(self, plan: dict[str, Any], note: Callable[[Trial], None]) -> None:
+        self._plan = plan
+        self._note = note
+        self._info = context.instance_info()
+        self._running: dict[int, Trial] = {}
+        self._lock = threading.Lock()
+        self._channel: Channel | None = None
+        self.stopped = threading.Event()
+
+    def run(self) -> None:
+        """Returns when there are no trials left. Raises ChannelLost if rank 0 was never reached."""
+        slots = self._plan["slots"][self._info.rank]
+        self._channel = self._connect() if slots else None
+        threads = [threading.Thread(target=self._serve, args=(gpus,), daemon=True) for gpus in slots]
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads):
+            next(thread for thread in threads if thread.is_alive()).join(_LOOK)
+            for trial in list(self._running.values()):
+                if (values := _report_of(trial["folder"])) and values != trial.get("values"):
+                    trial["values"] = values
+                    self._note(trial)
+        if self._channel is not None:
+            self._channel.close()
+
+    def _connect(self) -> Channel:
+        info, secret = self._info, bytes.fromhex(self._plan["secret"])
+        return Channel.connect(info.head_addr, info.head_port, secret, info.rank, timeout=_RETURN)
+
+    def _next(self, ended: Trial | None) -> Trial | None:
+        """Reports the end of a trial, and asks for the next; None without more, also if rank 0 is lost."""
+        with self._lock:
+            if ended is not None:
+                del self._running[ended["trial"]]
+            while self._channel is not None and not self.stopped.is_set():
+                try:
+                    number = self._channel.request({"ended": ended, "has": list(self._running)})["trial"]
+                except OSError:
+                    self._channel = None
+                    with contextlib.suppress(OSError):
+                        self._channel = self._connect()
+                    continue
+                if number is None:
+                    break
+                about = {"state": "running", "rank": self._info.rank, "host": self._plan["hosts"][self._info.rank]}
+                self._running[number] = {**self._plan["trials"][number - 1], **about}
+                return self._running[number]
+            return None
+
+    def _serve(self, gpus: str | None) -> None:
+        trial = self._next(None)
+        while trial is not None:
+            self._note(trial)
+            ended = self._run(trial, gpus)
+            if ended.get("code") == -signal.SIGTERM and self.stopped.wait(1.0):
+                return  # it has not failed: all of the run was stopped
+            self._note(ended)
+            values = [f"{name}={value}" for name, value in ended["values"].items()]
+            line = ", ".join(filter(None, [ended["state"], *values, ended["error"]]))
+            print(f"{os.path.basename(trial['folder'])}: {line}")
+            trial = self._next(ended)
+
+    def _run(self, trial: Trial, gpus: str | None) -> Trial:
+        """Runs a trial in its folder. Returns it with its end."""
+        folder, began, error = os.path.abspath(trial["folder"]), time.monotonic(), ""
+        name = self._plan["script"]
+        script = next(path for root in sys.path if os.path.isfile(path := os.path.join(root, name)))
+        env = {"PYTHONUNBUFFERED": "1", "SKYFAB_WORKDIR": os.getcwd(), context.REPORT: f"{folder}/report.json"}
+        if gpus is not None:
+            env["CUDA_VISIBLE_DEVICES"] = gpus
+        limited = [] if self._plan["share"] is None else ["-c", _LIMITED, self._plan["share"]]
+        try:
+            os.makedirs(folder, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(f"{folder}/report.json")  # of an earlier attempt
+            with open(f"{folder}/log.txt", "ab") as log:
+                words = [sys.executable, *limited, script, *trial["words"]]
+                code = start(words, env=env, cwd=folder, stdout=log, stderr=log).wait()
+            if code:
+                error = _last_line(f"{folder}/log.txt")
+        except (OSError, SkyfabError) as failure:  # no space, or no permission
+            code, error = 1, str(failure)
+        ended = {**trial, "state": "failed" if code else "done", "code": code, "error": error, "gpus": gpus}
+        ended |= {"values": _report_of(folder), "seconds": round(time.monotonic() - began, 3)}
+        with contextlib.suppress(OSError), open(f"{folder}/trial.json", "w") as file:
+            json.dump(ended, file, indent=2)
+        return ended
+
+
+def _report_of(folder: str) -> dict[str, Any]:
+    """What a trial has reported so far."""
+    try:
+        with open(f"{folder}/report.json") as file:
+            return dict(json.loads(file.read(64 * 1024)))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return {}
+
+
+def _last_line(path: str) -> str:
+    """The last line of a log, in which most programs say why they failed."""
+    with open(path, "rb") as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
+        lines = file.read().decode(errors="replace").split("\n")
+    return next((line for line in reversed(lines) if line.strip()), "")[:200]

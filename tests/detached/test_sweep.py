@@ -1,0 +1,261 @@
+"""`skyfab sweep` on real hosts: every trial runs once, with its own folder and GPUs, and whatever ends is known."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from stage import projects, traces
+from stage.spot import Spot, until
+from stage.typist import Typist
+
+from skyfab.lab import Lab, LabHost
+from skyfab.lab.process import LabProcess
+
+pytestmark = pytest.mark.lab
+
+SCRIPT = """
+import os, sys, time
+from pathlib import Path
+
+import helper
+import skyfab as sky
+
+given = dict(word.lstrip("-").partition("=")[::2] for word in sys.argv[1:])
+spot, seed = Path(os.environ["SPOT"]), given["seed"]
+with open(spot / "begun", "a") as file:
+    file.write(seed + "\\n")
+sky.report(loss=helper.loss_of(seed), gpu=os.environ.get("CUDA_VISIBLE_DEVICES"), world=os.environ.get("WORLD_SIZE"))
+print("trial", seed, "of", Path.cwd().name)
+while (spot / "hold").exists() and not (spot / "go").exists():
+    time.sleep(0.02)
+if seed == "7" and not (spot / "mended").exists():
+    raise ValueError("lost its way")
+sky.report(loss=helper.loss_of(seed) / 2)
+"""
+
+
+class Project:
+    """A folder with a script, the hosts for it, and the command."""
+
+    def __init__(self, folder: Path, lab: Lab, spot: Spot) -> None:
+        self.folder, self.spot, self.hosts = folder, spot, lab.hosts[:2]
+        (folder / "trial.py").write_text(SCRIPT)
+        (folder / "helper.py").write_text("def loss_of(seed):\n    return int(seed) / 10\n")
+        self.inventory = folder / "inventory.toml"
+        text = lab.inventory.read_text()
+        self.inventory.write_text(text.replace("[defaults]\n", "[defaults]\nslots = 2\ngpus = [0, 1]\n"))
+
+    def words(self, *words: str) -> list[str]:
+        return ["sweep", "--hosts=node1,node2", f"--env=SPOT={self.spot / ''}", *words]
+
+    def sweep(self, *words: str, code: int = 0) -> str:
+        """Runs the command. Returns what it has printed to stdout, and keeps what it has printed to stderr."""
+        done = projects.skyfab(self.folder, *self.words(*words), inventory=self.inventory)
+        self.said = done.stderr
+        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        return done.stdout
+
+    def states(self, name: str = "trial", code: int = 0) -> dict[str, str]:
+        """The state of each trial by its seed."""
+        trials = json.loads(self.sweep(name, "--json=-", code=code))
+        return {dict(word.split("=") for word in one["words"])["seed"]: one["state"] for one in trials}
+
+    def begun(self) -> Counter[str]:
+        """How often each trial has begun."""
+        return Counter("".join(self.spot.notes("begun").values()).split())
+
+    def process(self, seed: str) -> tuple[LabHost, LabProcess]:
+        """Where a trial runs, and its process there, once it runs."""
+
+        def found() -> tuple[LabHost, LabProcess] | None:
+            every = [(host, process) for host in self.hosts for process in host.processes()]
+            return next((one for one in every if f"seed={seed}" in one[1].cmdline), None)
+
+        return until(found, f"trial {seed} runs")
+
+
+@pytest.fixture
+def project(tmp_path: Path, namespaces: Lab, spot: Spot) -> Iterator[Project]:
+    one = Project(tmp_path, namespaces, spot)
+    yield one
+    for host in one.hosts:
+        until(lambda host=host: not traces.on(host) and not traces.folders(host), f"the end of all on {host.name}")
+
+
+def test_every_trial_runs_once_in_a_folder_of_its_own(project: Project, tmp_path: Path) -> None:
+    shown = project.sweep("trial.py", "lr=1e-3,1e-4", "seed=1..3", "--csv=all.csv").splitlines()
+    assert shown[0].split() == ["trial", "state", "host", "time", "loss", "gpu", "world"]
+    assert [line.split()[:2] for line in shown[1:3]] == [
+        ["0001-lr=1e-3-seed=1", "done"],
+        ["0002-lr=1e-3-seed=2", "done"],
+    ]
+    assert "6 trials: 6 done" in project.said
+    assert project.begun() == {"1": 2, "2": 2, "3": 2}
+    rows = list(csv.DictReader((tmp_path / "all.csv").read_text().splitlines()))
+    assert [(row["lr"], row["seed"], row["loss"]) for row in rows][-1] == ("1e-4", "3", "0.15")
+    assert {row["host"] for row in rows} == {"node1", "node2"}
+    assert not any(row["world"] for row in rows)  # a trial is not a rank
+    done = projects.skyfab(tmp_path, "get", "--run=trial", "--to=home", inventory=project.inventory)
+    assert done.returncode == 0, done.stderr
+    (folder,) = (tmp_path / "home" / "sweeps").iterdir() if (tmp_path / "home/sweeps").exists() else [tmp_path / "home"]
+    logs = {path.parent.name: path.read_text() for path in folder.rglob("log.txt")}
+    assert len(logs) == 6
+    assert logs["0005-lr=1e-4-seed=2"] == "trial 2 of 0005-lr=1e-4-seed=2\n"
+    (about,) = folder.rglob("0005-lr=1e-4-seed=2/trial.json")
+    assert json.loads(about.read_text())["code"] == 0
+
+
+def test_each_trial_has_gpus_of_its_own(project: Project) -> None:
+    project.spot.leave("hold")
+    project.sweep("trial.py", "seed=1..6", "--gpus=1", "--detach")
+    until(lambda: project.begun().total() == 4, "a trial on each GPU")
+    found = json.loads(project.sweep("trial", "--json=-"))
+    assert [one["state"] for one in found] == ["running"] * 4 + ["waiting"] * 2
+    project.spot.leave("go")
+    found = json.loads(project.sweep("trial", "-f", "--json=-"))
+    assert sorted((one["host"], one["values"]["gpu"]) for one in found[:4]) == [
+        *(("node1", "0"), ("node1", "1"), ("node2", "0"), ("node2", "1")),
+    ]
+    assert project.begun().total() == 6
+    project.sweep("trial.py", "seed=1", "--gpus=3", code=2)
+    assert "no host has 3 GPUs for a trial\nhint: --gpus can be at most 2" in project.said
+
+
+def test_shares_of_gpus_are_slots_too(project: Project) -> None:
+    project.spot.leave("hold")
+    project.sweep("trial.py", "seed=1..9", "--gpus=0.5", "--detach")
+    until(lambda: project.begun().total() == 8, "two trials on each GPU")
+    project.spot.leave("go")
+    found = json.loads(project.sweep("trial", "-f", "--json=-", code=1))  # one is the seventh, which fails
+    assert Counter(one["values"]["gpu"] for one in found[:8]) == {"0": 4, "1": 4}
+
+
+@pytest.mark.slow
+def test_a_failure_stops_new_trials_and_resume_repeats_what_is_not_done(project: Project) -> None:
+    words = ("trial.py", "--name=night", "--slots=1", "seed=6..12")
+    shown = project.sweep(*words, code=1)
+    assert "failed (ValueError: lost its way)" in shown
+    assert "the same command with --resume" in project.said
+    assert "0002-seed=7/log.txt" in project.said
+    states = project.states("night", code=1)
+    assert states["7"] == "failed"
+    assert "not started" in states.values()
+    done = {seed for seed, state in states.items() if state == "done"}
+    project.sweep(*words, "--resume", "--keep-going", code=1)
+    assert {seed for seed, state in project.states("night", code=1).items() if state != "done"} == {"7"}
+    project.spot.leave("mended")
+    project.sweep(*words, "seed=", code=2)
+    project.sweep(*words[:-1], "seed=6..13", "--resume")  # with one more
+    assert set(project.states("night").values()) == {"done"}
+    begun = project.begun()
+    assert begun["7"] == 3
+    assert all(begun[seed] == 1 for seed in done)
+    assert begun["13"] == 1
+
+
+def test_a_sweep_goes_on_when_the_program_that_started_it_is_killed(project: Project) -> None:
+    project.spot.leave("hold")
+    argv = [sys.executable, "-m", "skyfab", *project.words("trial.py", "seed=1..6")]
+    environ = {**os.environ, "SKYFAB_INVENTORY": str(project.inventory)}
+    with subprocess.Popen(argv, cwd=project.folder, env=environ, stderr=subprocess.PIPE, text=True) as program:
+        until(lambda: project.begun().total() == 4, "a trial in each slot")
+        program.kill()
+    project.sweep("trial.py", "seed=1..6", "--resume", code=2)
+    assert "sweep trial is still running" in project.said
+    project.spot.leave("go")
+    project.sweep("trial", "-f")
+    assert project.begun() == {str(seed): 1 for seed in range(1, 7)}
+
+
+def test_a_trial_that_is_killed_has_failed(project: Project) -> None:
+    project.spot.leave("hold")
+    project.sweep("trial.py", "seed=1..4", "--detach", "--keep-going")
+    _, process = project.process("2")
+    os.kill(process.outside, signal.SIGKILL)
+    project.spot.leave("go")
+    shown = project.sweep("trial", "-f", code=1)
+    assert "0002-seed=2" in shown
+    assert project.states(code=1) == {"1": "done", "2": "failed", "3": "done", "4": "done"}
+    (found,) = [one for one in json.loads(project.sweep("trial", "--json=-", code=1)) if one["state"] == "failed"]
+    assert found["code"] == -signal.SIGKILL
+
+
+def killed_with(project: Project, victim: LabHost) -> dict[str, str]:
+    """Kills the driver on a host while it runs two of eight trials. Returns the states before the others go on."""
+    project.spot.leave("hold")
+    project.sweep("trial.py", "seed=1..4", "seed2=1..2", "--detach")
+    until(lambda: project.begun().total() == 4, "a trial in each slot")
+    trial = next(one for one in victim.processes() if any(word.startswith("seed=") for word in one.cmdline))
+    (driver,) = [one for one in victim.processes() if one.pid == trial.ppid]
+    os.kill(driver.outside, signal.SIGKILL)
+    until(lambda: not traces.on(victim), f"the end of all on {victim.name}")
+    project.spot.leave("go")
+    project.sweep("trial", "-f", code=3)
+    found = json.loads(project.sweep("trial", "--json=-", code=3))
+    return {one["folder"][-4:] + str(one["trial"]): one["state"] for one in found}
+
+
+@pytest.mark.slow
+def test_what_a_killed_driver_has_begun_is_lost_and_repeated(project: Project) -> None:
+    states = killed_with(project, project.hosts[1])
+    assert Counter(states.values()) == {"lost": 2, "done": 6}
+    before = project.begun()
+    assert before.total() == 8
+    project.sweep("trial.py", "seed=1..4", "seed2=1..2", "--resume")
+    assert project.begun().total() == 10
+
+
+@pytest.mark.slow
+def test_without_rank_0_the_others_end_what_they_have_begun(project: Project) -> None:
+    states = killed_with(project, project.hosts[0])
+    assert Counter(states.values()) == {"lost": 2, "done": 2, "not started": 4}
+    project.sweep("trial.py", "seed=1..4", "seed2=1..2", "--resume")
+    assert set(project.states().values()) == {"done"}
+    assert project.begun().total() == 10
+
+
+@pytest.mark.parametrize("choice", ["stop", "detach"])
+def test_ctrl_c_asks_whether_to_stop_or_detach(project: Project, choice: str) -> None:
+    project.spot.leave("hold")
+    words = [sys.executable, "-m", "skyfab", *project.words("trial.py", "seed=1..6")]
+    person = Typist(words, project.folder, SKYFAB_INVENTORY=str(project.inventory))
+    with person:
+        person.sees(r"4 running")
+        person.presses(b"\x03")
+        person.sees(r"\[s\]top, \[d\]etach")
+        person.types(choice)
+        assert person.ends() == (130 if choice == "stop" else 0)
+    if choice == "stop":
+        states = project.states(code=1)
+        assert Counter(states.values()) == {"stopped": 4, "not started": 2}
+    project.spot.leave("go")
+    if choice == "detach":
+        assert "skyfab sweep trial" in person.said
+        project.sweep("trial", "-f")
+        assert project.begun().total() == 6
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["nothing.py", "seed=1"], "no such file: nothing.py"),
+        (["trial.py"], "no trials"),
+        (["trial.py", "seed=5..1"], "gives no trial"),
+        (["trial.py", "--lr=1,2"], "unknown option --lr"),
+        (["trial.py", "seed=1", "--gpus=1.5"], "invalid gpus='1.5': expected a whole number"),
+        (["trial.py", "seed=1", "--resume", "--name=unknown"], "no run 'unknown'"),
+        (["unknown"], "no run 'unknown'"),
+    ],
+)
+def test_what_cannot_be_a_sweep_is_a_usage_error(project: Project, words: list[str], message: str) -> None:
+    project.sweep(*words, code=2)
+    assert message in project.said

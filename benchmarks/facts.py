@@ -8,9 +8,12 @@ import re
 import subprocess
 import sysconfig
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Final
 
 from benchmarks.arena import Arena
+
+OPTIMIZED: Final = "--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or "")
+"""This interpreter was built with profile-guided optimization, as most are; otherwise all of skyfab is slower."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,7 +25,6 @@ class Facts:
     kernel: str
     python: str
     optimized: bool
-    """The interpreter was built with profile-guided optimization, as most are; otherwise all of skyfab is slower."""
     ssh: str
     cipher: str
     lab: str
@@ -37,7 +39,7 @@ class Facts:
             arch=platform.machine(),
             kernel=platform.release(),
             python=platform.python_version(),
-            optimized="--enable-optimizations" in (sysconfig.get_config_var("CONFIG_ARGS") or ""),
+            optimized=OPTIMIZED,
             ssh=version.split(",")[0].split()[0],
             cipher=_cipher(arena),
             lab=arena.lab.kind,

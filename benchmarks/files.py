@@ -22,9 +22,9 @@ _FOLDERS = 100
 _WIRE = 1000.0
 """Mbit/s of a common network, on which not the processors are the limit."""
 _BAR = Bar(0.9, "at least")
-_BACK = Bar(0.7, "at least")
-"""From a host without such a limit: each byte passes one pipe more than with `cat`, from the worker that reads the file
-to the agent, which keeps it until it has arrived. All of them, ssh and this program share the processors.
+_FREE = Bar(0.7, "at least")
+"""Without such a limit. Each byte passes one pipe more than with `cat`, between the agent and the worker that reads or
+writes the file; all of them, ssh and this program share the processors.
 """
 
 
@@ -59,8 +59,8 @@ class Files:
     def _large(self, ferry: Ferry, trips: int, link: str = "") -> Iterator[Result]:
         scale = ferry.arena.scale
         for what, ours, baseline, bar in (
-            ("out", ferry.large_out, ferry.cat_out, _BAR),
-            ("back", ferry.large_back, ferry.cat_back, _BAR if link else _BACK),
+            ("out", ferry.large_out, ferry.cat_out, _BAR if link else _FREE),
+            ("back", ferry.large_back, ferry.cat_back, _BAR if link else _FREE),
         ):
             seconds = alternate(trips, ours, baseline)
             rates = tuple(taken.each(lambda each: scale.file * _MIB / each / 1e6) for taken in seconds)

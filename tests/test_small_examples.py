@@ -27,6 +27,7 @@ PRINTED = {
     "generate": ["Look, the model stays", "AGAIN: THE MODEL STAYS"],
     "shared_state": ["every rank saw: True", "counter: "],
     "dask_array": ["sum: 999999000000", "squares: [0, 1, 4, 9, 16]"],
+    "trial": ["loss 0.0", "y = 2."],
     "doctor_in_ci": ["checks: ", "failure: 0"],
 }
 """What each prints, among other things."""

@@ -5,6 +5,9 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -62,6 +65,12 @@ class Project:
         done = projects.skyfab(self.folder, *self.words(*words), inventory=self.inventory)
         self.said = done.stderr
         assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
+        return done.stdout
+
+    def type(self, command: str) -> str:
+        """Runs a whole command line."""
+        done = projects.skyfab(self.folder, *shlex.split(command)[1:], inventory=self.inventory)
+        assert done.returncode == 0, done.stderr
         return done.stdout
 
     def states(self, name: str = "trial", code: int = 0) -> dict[str, str]:
@@ -259,3 +268,24 @@ def test_ctrl_c_asks_whether_to_stop_or_detach(project: Project, choice: str) ->
 def test_what_cannot_be_a_sweep_is_a_usage_error(project: Project, words: list[str], message: str) -> None:
     project.sweep(*words, code=2)
     assert message in project.said
+
+
+@pytest.mark.slow
+def test_three_commands_of_the_page_run_twelve_trials_on_four_gpus(project: Project, tmp_path: Path) -> None:
+    """As a new user types them, with a table in the morning and the folders of all trials on this machine."""
+    root = Path(__file__).parents[2]
+    start, show, get = re.findall(r"^skyfab .*$", (root / "docs/gpus.md").read_text(), re.MULTILINE)[:3]
+    (tmp_path / "examples").mkdir()
+    shutil.copy(root / "examples/trial.py", tmp_path / "examples")
+    with project.inventory.open("a") as file:
+        file.write('gpu = ["node1", "node2"]\n')
+    project.type(start)
+    project.type("skyfab sweep night -f")  # the night
+    shown = project.type(show).splitlines()
+    assert shown[0].split() == ["trial", "state", "host", "time", "loss", "step"]
+    assert len(shown) == 13
+    assert all(line.split()[1] == "done" for line in shown[1:])
+    rows = list(csv.DictReader((tmp_path / "night.csv").read_text().splitlines()))
+    assert min(rows, key=lambda row: float(row["loss"]))["lr"] == "0.3"
+    project.type(get)
+    assert len([*(tmp_path / "night").rglob("log.txt")]) == 12

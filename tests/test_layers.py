@@ -80,6 +80,7 @@ OUTSIDE = {
     "invoke": {"cli.invoke_tasks"},
     "paramiko": {"ssh.client", "ssh.fabric"},
     "pathspec": {"calls.gitignore"},
+    "optuna": {"engines.study"},
     "packaging": {"calls.manifest", "env.lock", "env.resolve", "env.wheels"},
     "pytest": {"pytest_plugin"},
     "rich": {"inspect.top.view", "ui.table"},
@@ -105,7 +106,7 @@ OUTSIDE = {
 }
 """What is not here is not used at all."""
 
-ONLY_INSIDE_FUNCTIONS = {"torch", "jax", "numpy", "rich", "dask", "distributed", "tornado"}
+ONLY_INSIDE_FUNCTIONS = {"torch", "jax", "numpy", "rich", "dask", "distributed", "optuna", "tornado"}
 """They take long to import, or are not everywhere: whoever does not need them does not wait for them."""
 ENGINES = {"host.dask_host"}
 """What hosts import only if the user's image has the engine."""

@@ -103,6 +103,14 @@ def test_a_grid_search(tmp_path: Path) -> None:
     assert run("grid_search", tmp_path).splitlines()[0] == "1797 averages"
 
 
+@pytest.mark.programs
+@pytest.mark.slow
+def test_a_study(tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    said = run("study", tmp_path)
+    assert said.startswith("40 trials, ") and "; the best x is " in said
+
+
 @pytest.mark.lab
 @pytest.mark.slow
 def test_ray_has_a_node_on_each_host(tmp_path: Path, lent_lab: Lab) -> None:

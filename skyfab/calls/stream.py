@@ -85,6 +85,18 @@ class Stream(Generic[T]):
         return "<stream>"
 
 
+class Offered:
+    """An object of this program as an argument of a call: a handle on the host, a `kind`, calls its methods here."""
+
+    def __init__(self, made: object, kind: type[Any]) -> None:
+        self.made, self._kind = made, kind
+        self.name = f"offered.{id(self)}"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        found_in_call(self)
+        return self._kind, (self.name, type(self.made).__qualname__)
+
+
 def stream(values: Iterable[T], *, shard: bool = False) -> Stream[T]:
     """An argument that the function reads as an iterator, while `values` are produced here: ``f(sky.stream(it))``.
 

@@ -25,7 +25,6 @@ from skyfab.calls.call import (
     as_function,
     as_group,
     check_errors,
-    check_gpus,
     check_seconds,
     not_a_call,
     not_a_function,
@@ -72,6 +71,7 @@ from skyfab.ui.events import Events, HostState, emitting
 
 if TYPE_CHECKING:
     import distributed
+    import optuna
     import torch
 
     from skyfab.device.stream import DeviceStream
@@ -339,8 +339,7 @@ class Compute(ShownAsTable):
     def submit(self, call: Call[R], *, on: str = "one", keep: bool = False, gpus: _Gpus = None) -> Future[R]:
         """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.
 
-        It has `gpus` GPUs of one host for itself, or that share of one such as 0.5, and waits until they are free
-        (docs/gpus.md; None: as its function says). A broadcast has all of its hosts.
+        It waits for `gpus` GPUs of one host, or that share of one such as 0.5, and has them for itself (docs/gpus.md).
 
         Arrays and tensors are not copied: do not modify them until the future is done. If the arguments contain tensors
         of a remote device of that host, the call runs in the worker of the device and uses the tensors directly. With
@@ -348,20 +347,19 @@ class Compute(ShownAsTable):
         tensors (docs/remote_device.md). Raises NotPicklable.
         """
         self._check_call(call)
-        check_gpus(0 if gpus is None else gpus)
+        if gpus and (on == "all" or keep):
+            raise UsageError(
+                "gpus= is for a call on one worker: a broadcast has all GPUs of its hosts, a device its own"
+            )
         if on == "all":
-            if gpus:
-                raise UsageError("gpus= is for a call on one worker: a broadcast has all GPUs of its hosts")
             if keep:
                 hint = "[compute.submit(call, on=host.name, keep=True) for host in compute.hosts]"
                 raise UsageError("keep=True is for a call to one host, but this call is a broadcast", hint=hint)
             return self._broadcasts.submit(self._pack(call), self.hosts, pool=self)
         node = None if on == "one" else named(self.hosts, on)
         found = self._pack_solo(call, node)
-        if isinstance(found, PackedCall) and not keep:
-            found.gpus = found.gpus if gpus is None else gpus
-        elif gpus:
-            raise UsageError("gpus= is not for a call in the process of a remote device, which has its own GPU")
+        if isinstance(found, PackedCall) and gpus is not None:
+            found.gpus = gpus
         if isinstance(found, PackedCall) and found.yields:
             future = CallFuture()
             future.settle(self._generate(found, node))
@@ -517,15 +515,8 @@ class Compute(ShownAsTable):
             hint = f"sky.gather(*({fn.label}(item) for item in items)) >> compute runs them in parallel"
             raise UsageError(f"map cannot call {fn.label}: it is a generator function", hint=hint)
         calls = [fn(*arguments) for arguments in zip(*items, strict=False)]
-        each = PackedCall(
-            function=pack_function(fn, self._images.plugins),
-            arguments=codec.Payload(b""),
-            label=fn.label,
-            timeout=self._timeout_of(fn),
-            retries=fn.retries,
-            gpus=fn.gpus if gpus is None else gpus,
-        )
-        self._sync_tree()
+        each = self._pack(fn(), (codec.Payload(b""), ()))
+        each.gpus = fn.gpus if gpus is None else gpus
         progress = self.events.progress(fn.label, len(calls))
         made = MapCall(self._scheduler, each, calls, errors=errors, progress=progress)
         with SIGNAL_GUARD:
@@ -597,6 +588,17 @@ class Compute(ShownAsTable):
 
         nodes = [node for node in self.hosts if node.lost is None] or self.hosts
         return DaskCluster(self, nodes, peer_addresses(nodes), workers=workers, threads=threads)
+
+    def study(self, study: optuna.Study, objective: Any, *, n_trials: int, gpus: _Gpus = None, **options: Any) -> None:
+        """Runs `n_trials` trials of an Optuna study on the hosts, as many at a time as fit (docs/engines.md).
+
+        `objective` is a function of a trial, `gpus` as for `submit`. `options` are `catch` and `callbacks` of Optuna's
+        ``study.optimize``. If the host of a trial is lost, the trial fails, and the others continue.
+        """
+        from skyfab.engines.study import run_trials
+
+        self._check_open()
+        run_trials(self, study, objective, n_trials=n_trials, gpus=gpus, **options)
 
     def put(self, obj: T) -> Ref[T]:
         """Returns a reference to pass to calls instead of `obj`, which is then sent to each host only once.

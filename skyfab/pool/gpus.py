@@ -25,9 +25,6 @@ _FULL: Final = 1 + 1e-6
 _FREE, _LEAVING, _KEPT, _BUSY = range(4)
 """What is in the way on a GPU: nothing, workers that exit, workers that are kept without a call, calls or actors."""
 
-Uses = dict[Node, dict[int, list[float]]]
-"""For each GPU of each host, which shares of it have calls and actors, workers that are kept, and workers that exit."""
-
 
 class Gpus:
     """The ledger. Who reads or changes it holds `lock`; methods that do so themselves say so."""
@@ -37,33 +34,28 @@ class Gpus:
         """Also that of the scheduler, which adds calls to slots and removes them."""
         self._nodes: Sequence[Node] = ()
         self._spec_of: Callable[[Node, str], WorkerSpec]
-        self._tree = ""
+        self.tree = ""
+        """The project's files, which new processes import."""
         self.slots: list[Slot] = []
         """Those of calls, also while they have no call, and those of actors, in which a call is RESERVED."""
         self._numbers = itertools.count()
 
     def open(self, nodes: Sequence[Node], spec_of: Callable[[Node, str], WorkerSpec]) -> None:
-        self._nodes, self._spec_of, self._tree, self.slots = nodes, spec_of, "", []
-
-    def use_tree(self, tree: str) -> None:
-        """The project changed: later calls need workers that import the new code."""
-        self._tree = tree
-        for slot in list(self.slots):
-            slot.spec = self._spec(slot.node, slot.gpus, slot.wanted)
+        self._nodes, self._spec_of, self.tree, self.slots = nodes, spec_of, "", []
 
     def slots_for(self, gpus: float) -> int:
         """How many calls with `gpus` run at a time on all hosts. Raises UsageError if none can. Locks."""
-        self.check(gpus, self._nodes, "a call")
-        sharing = max(1, int(1 / gpus + 1e-6))
-        return sum(len(node.gpus) * sharing // math.ceil(gpus) for node in self._nodes)
+        self.check(gpus, None, "a call")
+        one = max(1, int(1 / gpus + 1e-6))
+        return sum(len(node.gpus) * one // math.ceil(gpus) for node in self._nodes)
 
-    def check(self, gpus: float, nodes: Sequence[Node], label: str) -> None:
+    def check(self, gpus: float, on: Node | None, label: str) -> None:
         """Raises UsageError if a call would wait forever: no host has as many GPUs, or actors have them. Locks."""
         check_gpus(gpus)
+        nodes = self._nodes if on is None else [on]
         with self.lock:
             uses = self._uses(slot for slot in self.slots if _is_actors(slot))
-            fits = [node for node in nodes if (len(node.gpus) >= gpus if node.lost else _choose(uses[node], gpus))]
-            if not fits:
+            if not any(_choose(uses[node], gpus) if node in uses else len(node.gpus) >= gpus for node in nodes):
                 raise _nowhere(nodes, gpus, label)
 
     # ---- calls
@@ -74,9 +66,6 @@ class Gpus:
         For each call that waits, one host is kept from those behind it, so that it does not wait forever.
         """
         uses = self._uses(self.slots)
-        is_complete = len(uses) == len(self._nodes)  # else a call may have to fail
-        if is_complete and all(use[0] + use[2] > 2 - _FULL for found in uses.values() for use in found.values()):
-            return None
         open_nodes = set(uses)
         for task in waiting:
             gpus = task.call.gpus
@@ -84,9 +73,11 @@ class Gpus:
             if not able:
                 return task, None
             nodes = [node for node in able if node in open_nodes]
+            if not nodes:
+                continue
             for slot in self.slots:
                 if slot.is_kept and slot.wanted == gpus and slot.node in nodes:
-                    return task, slot
+                    return task, self._equipped(slot)
             found = [(*choice, node.index, node) for node in nodes if (choice := _choose(uses[node], gpus))]
             if found:
                 obstacle, _, numbers, _, node = min(found)
@@ -94,28 +85,23 @@ class Gpus:
                     return task, self._add(f"solo.gpu{next(self._numbers)}", node, numbers, gpus)
                 if obstacle == _KEPT:
                     return self._clear(node, numbers)
-                open_nodes.discard(node)
-            elif nodes:
-                open_nodes.discard(max(nodes, key=lambda node: sum(use[0] < 1 for use in uses[node].values())))
-            if is_complete and not open_nodes:
-                break
+            else:
+                node = max(nodes, key=lambda node: sum(use[0] < 1 for use in uses[node].values()))
+            open_nodes.discard(node)
         return None
 
     def release(self, slots: Sequence[Slot]) -> None:
         """Ends workers that are in the way. Locks."""
         for slot in slots:
-            has_process = False
             with suppress(SkyfabError):  # the host is lost
-                has_process = slot.node.release(slot.worker)
-            if not has_process:
-                self.ended(slot.worker)
+                if not slot.node.release(slot.worker):
+                    self.ended(slot.worker)
 
     # ---- actors
 
     def reserve(self, worker: str, nodes: Sequence[Node], gpus: float, label: str) -> Slot:
         """GPUs for an actor, on the host with the fewest actors. Raises UsageError and HostLost. Locks."""
         with self.lock:
-            self.slots = [slot for slot in self.slots if slot.worker != worker]  # its process has ended
             uses = self._uses(self.slots)
             found = [(node, choice[2]) for node in nodes if node in uses and (choice := _choose(uses[node], gpus))]
             if not found:
@@ -137,16 +123,14 @@ class Gpus:
     def ended(self, what: str | Node) -> None:
         """A worker has exited, of any kind, or a host is lost. Slots of calls stay, for their next process. Locks."""
         with self.lock:
-            self.slots = [
-                slot
-                for slot in self.slots
-                if what not in (slot.worker, slot.node) or not (slot.is_leaving or _is_actors(slot))
-            ]
+            gone = [slot for slot in self.slots if what in (slot.worker, slot.node)]
+            self.slots = [slot for slot in self.slots if slot not in gone or not (slot.is_leaving or _is_actors(slot))]
 
     # ---- internals
 
-    def _uses(self, slots: Iterable[Slot]) -> Uses:
-        uses: Uses = {node: {gpu: [0.0, 0.0, 0.0] for gpu in node.gpus} for node in self._nodes if node.lost is None}
+    def _uses(self, slots: Iterable[Slot]) -> dict[Node, dict[int, list[float]]]:
+        """For each GPU of hosts that are not lost: the shares of calls and actors, of kept workers, of leaving ones."""
+        uses = {node: {gpu: [0.0, 0.0, 0.0] for gpu in node.gpus} for node in self._nodes if node.lost is None}
         for slot in slots:
             for number in uses.get(slot.node, {}).keys() & slot.gpus:
                 uses[slot.node][number][2 if slot.is_leaving else int(slot.is_kept)] += min(slot.wanted, 1.0)
@@ -160,20 +144,21 @@ class Gpus:
         return found
 
     def _add(self, worker: str, node: Node, numbers: tuple[int, ...], wanted: float) -> Slot:
-        slot = Slot(node, worker, self._spec(node, numbers, wanted), numbers, wanted)
+        slot = Slot(node, worker, self._spec_of(node, self.tree))
+        slot.gpus, slot.wanted = numbers, wanted
         self.slots.append(slot)
-        return slot
+        return self._equipped(slot)
 
-    def _spec(self, node: Node, numbers: tuple[int, ...], wanted: float) -> WorkerSpec:
-        spec = self._spec_of(node, self._tree)
-        if not numbers:
-            return spec
-        env = {**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, numbers))}
-        if wanted < 1:
-            env[GPU_SHARE] = str(wanted)
-        return replace(
-            spec, env=env, info={**spec.info, "accelerators": len(numbers), "total_accelerators": len(numbers)}
-        )
+    def _equipped(self, slot: Slot) -> Slot:
+        """Its next process imports the current code, and sees its GPUs only."""
+        slot.spec = spec = self._spec_of(slot.node, self.tree)
+        if slot.gpus:
+            env = {**spec.env, "CUDA_VISIBLE_DEVICES": ",".join(map(str, slot.gpus))}
+            if slot.wanted < 1:
+                env[GPU_SHARE] = str(slot.wanted)
+            count = dict.fromkeys(("accelerators", "total_accelerators"), len(slot.gpus))
+            slot.spec = replace(spec, env=env, info={**spec.info, **count})
+        return slot
 
 
 def _is_actors(slot: Slot) -> bool:

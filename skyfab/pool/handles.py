@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import weakref
@@ -15,7 +14,7 @@ from skyfab._util.signals import without_signals
 from skyfab._util.suggest import nearest
 from skyfab.calls.call import Call
 from skyfab.calls.pack import PackedCall, pack_function
-from skyfab.calls.stream import found_in_call
+from skyfab.calls.stream import Offered, found_in_call
 from skyfab.errors import SkyfabError, UsageError
 from skyfab.host.agent.actors import Methods, RemoteHandle
 from skyfab.pool.actor import INVOKE, Actor, Common, Limits, pack_named
@@ -110,6 +109,7 @@ class Actors:
         """Processes that have handles."""
         self._actors: dict[str, Actor] = {}
         """By the name of their worker."""
+        self._offered: weakref.WeakValueDictionary[str, Offered] = weakref.WeakValueDictionary()
 
     def make(self, made: Call[Any], nodes: Sequence[Node], tree: Callable[[], str], limits: Limits) -> Handle:
         """Starts an actor on one of the nodes, and waits until `made` has made its object. Raises what that raises."""
@@ -122,7 +122,12 @@ class Actors:
         label = getattr(kind, "__qualname__", repr(kind)).replace("<locals>.", "")
         _check_options(kind, label, options)
         worker = f"actor.{next(self._numbers)}"
-        place = functools.partial(self._place, worker, nodes, tree, limits, label)
+
+        def place() -> tuple[Node, WorkerSpec]:
+            tree()
+            slot = self._common.gpus.reserve(worker, nodes, limits.gpus, f"the actor {label}")
+            return slot.node, replace(slot.spec, pipelined=True, threads=limits.concurrency)
+
         arguments, found = pack_named(made, label, kind, "__init__")
         self.check(found)
         function = pack_function(made.function, self._common.plugins)
@@ -133,15 +138,19 @@ class Actors:
         return Handle(actor)
 
     def check(self, found: Sequence[Any]) -> None:
-        """Raises UsageError for handles of actors of other pools."""
+        """Raises UsageError for handles of actors of other pools, and for objects that untrusted hosts would call."""
         for one in found:
+            if isinstance(one, Offered) and self._common.untrusted:
+                raise UsageError('hosts cannot use objects of this program with results="data"')
             actor = one._actor if isinstance(one, Handle) else None  # noqa: SLF001 - a class of this module
             if actor is not None and self._actors.get(actor.worker) is not actor:
                 raise UsageError(f"{one!r} belongs to another pool", hint="pass it to functions of its own pool")
 
     def on_found(self, node: Node, worker: str, generation: int, found: Sequence[Any]) -> None:
         """A call with these streams and handles in its arguments was sent to a process."""
-        if any(isinstance(one, Handle) for one in found):
+        offered = {one.name: one for one in found if isinstance(one, Offered)}
+        self._offered.update(offered)
+        if offered or any(isinstance(one, Handle) for one in found):
             self.serve(node, worker, generation)
 
     def serve(self, node: Node, worker: str, generation: int) -> None:
@@ -150,17 +159,9 @@ class Actors:
             self._served.add((node.session, worker, generation))
             _Server(self, node, worker).ask()
 
-    def find(self, worker: str) -> Actor:
-        """The actor of a handle that a host has."""
-        return self._actors[worker]
-
-    def _place(
-        self, worker: str, nodes: Sequence[Node], tree: Callable[[], str], limits: Limits, label: str
-    ) -> tuple[Node, WorkerSpec]:
-        """The node with the fewest actors that has enough GPUs, and the spec for a process there."""
-        tree()
-        slot = self._common.gpus.reserve(worker, nodes, limits.gpus, f"the actor {label}")
-        return slot.node, replace(slot.spec, pipelined=True, threads=limits.concurrency)
+    def find(self, worker: str) -> Actor | Offered:
+        """What a handle that a host has calls: an actor, or an object of this program."""
+        return self._offered.get(worker) or self._actors[worker]
 
     def close(self) -> None:
         """The pool closes: its actors can no longer be called."""
@@ -224,6 +225,8 @@ class _Server:
 
     def _call(self, number: int, worker: str, method: str, args: Any, kwargs: Any) -> tuple[str, Any]:
         actor, call = self._actors.find(worker), INVOKE(method, *args, **kwargs)
+        if isinstance(actor, Offered):
+            return "returned", getattr(actor.made, method)(*args, **kwargs)
         if actor.generates(method):
             self._iterators[number] = RemoteIterator(actor.iterate(method, call))
             return "yields", number

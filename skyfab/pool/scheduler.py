@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
-from skyfab.calls.call import check_gpus
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.results import deliver, unpack_result
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
@@ -56,7 +55,6 @@ class Scheduler:
         `slots` is the number of slots of each host, else the inventory says it.
         """
         self._per_host = slots
-        self._nodes: Sequence[Node] = ()
         self._slots: list[Slot] = []
         self._own_slots: list[Slot] = []
         """Those of generators: each has one for itself, as it may wait for a program that makes other calls."""
@@ -86,19 +84,17 @@ class Scheduler:
         self._own_slots = []
         self._slots = [Slot(node, f"solo.{number}", spec_of(node, "")) for number, node in numbered]
         self._spec_of = spec_of
-        self._nodes = nodes
         self.gpus.open(nodes, spec_of)
 
     def slots_for(self, gpus: float) -> int:
         """How many solo calls that need `gpus` run at a time on all hosts. Raises UsageError if none can."""
-        check_gpus(gpus)
         return self.gpus.slots_for(gpus) if gpus else len(self._slots)
 
     def use_tree(self, tree: str) -> None:
         """The project changed: later calls need workers that import the new code."""
         for slot in (*self._slots, *self._own_slots):
             slot.spec = self._spec_of(slot.node, tree)
-        self.gpus.use_tree(tree)
+        self.gpus.tree = tree
 
     # ---- the fast path
 
@@ -167,7 +163,7 @@ class Scheduler:
         gpus = task.call.gpus
         with SIGNAL_GUARD:
             if gpus:
-                self.gpus.check(gpus, [task.on] if task.on is not None else self._nodes, task.call.label)
+                self.gpus.check(gpus, task.on, task.call.label)
             task.enter(self)
             with self._lock:
                 slot = self._own_slot(task) if task.call.yields and not gpus else None

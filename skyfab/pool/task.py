@@ -95,9 +95,7 @@ RESERVED: Final = Task(
 class Slot:
     """One worker for solo calls on one node."""
 
-    def __init__(
-        self, node: Node, worker: str, spec: WorkerSpec, gpus: tuple[int, ...] = (), wanted: float = 0
-    ) -> None:
+    def __init__(self, node: Node, worker: str, spec: WorkerSpec) -> None:
         self.node = node
         self.worker = worker
         self.spec = spec
@@ -108,9 +106,9 @@ class Slot:
         """Calls without a reply yet; the first one runs."""
         self.answered = 0.0
         """Time of the last reply."""
-        self.gpus = gpus
+        self.gpus: tuple[int, ...] = ()
         """The GPUs that it sees; without any, all of its host."""
-        self.wanted = wanted
+        self.wanted = 0.0
         """How many GPUs it has for itself, or which share of one."""
         self.is_leaving = False
         """Its process was asked to exit, and may still use its GPUs."""

@@ -1,6 +1,4 @@
-"""CUDA in a worker: whether it is still usable (after a device-side assert, every later GPU call fails), and how much
-memory torch may use.
-"""
+"""CUDA in a worker: detects that it is unusable, as after a device-side assert, and limits the memory of torch."""
 
 from __future__ import annotations
 

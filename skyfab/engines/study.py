@@ -1,0 +1,72 @@
+"""Optuna's trials on the hosts of a pool. The study stays in this program, which answers what objectives ask."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
+from typing import TYPE_CHECKING, Any, Final
+
+from skyfab._util.signals import SIGNAL_GUARD
+from skyfab.calls.call import as_function
+from skyfab.calls.stream import Offered
+from skyfab.errors import HostLost
+from skyfab.host.agent.actors import RemoteHandle
+
+if TYPE_CHECKING:
+    import optuna
+
+_VALUES: Final = ("number", "params", "distributions", "user_attrs", "system_attrs", "datetime_start")
+"""Attributes of a trial that are not methods."""
+
+
+class HostTrial(RemoteHandle):
+    """The trial of an objective on a host: a handle, whose calls of `suggest_float`, `report` … this program makes."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self._method("__getattribute__")(name) if name in _VALUES else super().__getattr__(name)
+
+
+def run_trials(
+    pool: Any,
+    study: optuna.Study,
+    objective: Callable[[Any], Any],
+    *,
+    n_trials: int,
+    gpus: float | None,
+    catch: tuple[type[Exception], ...] = (),
+    callbacks: Sequence[Callable[[optuna.Study, Any], None]] = (),
+) -> None:
+    """Runs trials, as many at a time as fit. What has not ended at Ctrl-C, or if one raises, is stopped and fails."""
+    from optuna import TrialPruned
+    from optuna.trial import TrialState
+
+    fn, left = as_function(objective), iter(range(n_trials))
+    slots = pool.executor(fn.gpus if gpus is None else gpus).slots
+    running: dict[optuna.Trial, Future[Any]] = {}
+    try:
+        while True:
+            for _ in itertools.islice(left, slots - len(running)):
+                with SIGNAL_GUARD:  # a trial that was asked for is known here, so that it ends
+                    trial = study.ask()
+                    running[trial] = Future()
+                    running[trial] = pool.submit(fn(Offered(trial, HostTrial)), gpus=gpus)
+            if not running:
+                return
+            with pool.events.waiting:
+                wait(running.values(), return_when=FIRST_COMPLETED)
+            for trial, future in [one for one in running.items() if one[1].done()]:
+                error = future.exception()
+                state = TrialState.PRUNED if isinstance(error, TrialPruned) else TrialState.FAIL if error else None
+                with SIGNAL_GUARD:
+                    ended = study.tell(trial, None if error else future.result(), state=state)
+                    del running[trial]
+                caught = catch if all(node.lost for node in pool.hosts) else (*catch, HostLost)
+                if error is not None and state is TrialState.FAIL and not isinstance(error, caught):
+                    raise error
+                for callback in callbacks:
+                    callback(study, ended)
+    finally:
+        for trial, future in running.items():
+            future.cancel()
+            study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)

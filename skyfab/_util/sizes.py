@@ -48,15 +48,6 @@ def seconds_of(text: str) -> int | None:
     return int(number) * _SECONDS[unit] if is_number and unit in _SECONDS else None
 
 
-def age(seconds: float) -> str:
-    """
-    >>> age(3.2), age(75), age(7200), age(200_000)
-    ('3 s', '1 min', '2 h', '2 d')
-    """
-    units = (("d", 86400), ("h", 3600), ("min", 60))
-    return next((f"{seconds / size:.0f} {unit}" for unit, size in units if seconds >= size), f"{seconds:.0f} s")
-
-
 def _unit(size: int) -> tuple[str, float]:
     """The unit, and how many bytes it has: the largest in which the number, as it is rounded, is at least 1."""
     return next((one for one in _UNITS if size >= 0.9995 * one[1]), ("bytes", 1))

@@ -48,6 +48,8 @@ _GPUS: Final = 512
 """Numbers of GPUs are below this: also a list of all of them fits into a file."""
 _PATIENCE: Final = 30.0
 """Seconds in which the first one takes GPUs that are free."""
+REFUSE: Final = 2.0
+"""Seconds after which GPUs are in use, for those who do not wait: another claim may be about to withdraw."""
 _PAUSES: Final = (1.0, 30.0)
 """Seconds from one use of nvidia-smi to the next; they grow while GPUs stay in use."""
 _BUSY: Final = 10
@@ -83,21 +85,19 @@ class Lease:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For surveys: all but the order, and times as durations, because clocks differ."""
+        """For surveys. Times are durations, because clocks differ."""
         age = max(0.0, time.time() - self.since)
-        about = {"kind": self.kind, "user": user_name(self.uid), "run": self.run, "seconds": age}
-        return {**about, "gpus": self.gpus, "count": self.count, "low": self.low}
+        about = {"user": user_name(self.uid), "run": self.run, "seconds": age, "text": str(self)}
+        return {**about, "gpus": self.gpus, "waits": self.kind == "ticket"}
 
     def __str__(self) -> str:
         """``ada's night (node2, 4 GPUs, 3 h so far)``"""
+        seconds = max(0.0, time.time() - self.since)
+        units = (("d", 86400), ("h", 3600), ("min", 60))
+        span = next((f"{seconds / size:.0f} {unit}" for unit, size in units if seconds >= size), f"{seconds:.0f} s")
         count = self.count if self.kind == "ticket" else len(self.gpus)
-        what = f"{os.uname().nodename}, {count} GPU{'s' * (count > 1)}, {_span(time.time() - self.since)}"
-        return f"{user_name(self.uid)}'s {self.run or 'program'} ({what}{' so far' * (self.kind != 'ticket')})"
-
-
-def _span(seconds: float) -> str:
-    units = (("d", 86400), ("h", 3600), ("min", 60))
-    return next((f"{seconds / size:.0f} {unit}" for unit, size in units if seconds >= size), f"{max(0, seconds):.0f} s")
+        what = f"{os.uname().nodename}, {count} GPU{'s' * (count > 1)}, {span} so far{', low priority' * self.low}"
+        return f"{user_name(self.uid)}'s {self.run or 'program'} ({what})"
 
 
 # ---- files
@@ -342,6 +342,17 @@ class Claim:
                 file.remove()
         self._hold = self._ticket = None
         self.gpus = ()
+
+
+def hold_free(gpus: Sequence[int]) -> tuple[tuple[int, ...], str]:
+    """Takes those that are free, until this process ends; or says why there are none. Another claim may withdraw."""
+    claim = Claim(0, gpus)
+    until = time.monotonic() + REFUSE
+    while gpus and not claim.try_take() and time.monotonic() < until:
+        time.sleep(0.1)
+    if not claim.gpus:
+        claim.release()
+    return claim.gpus, claim.reason.partition(", ")[2] or "the host has none"
 
 
 def _is_busy(gpu: dict[str, Any]) -> bool:

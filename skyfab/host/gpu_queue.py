@@ -21,7 +21,7 @@ import time
 from skyfab import context
 from skyfab.errors import HostLost, HostUnfit, WorkerDied
 from skyfab.host import command, phase
-from skyfab.host.gpu_locks import Claim, visible
+from skyfab.host.gpu_locks import REFUSE, Claim, visible
 from skyfab.host.rank_channel import Channel, ChannelLost, Head
 
 TYPE_CHECKING = False  # as in all modules that hosts import
@@ -39,8 +39,6 @@ perform(*json.loads(os.environ.pop("{PERFORM}")))
 """
 _POLL: Final = 0.5
 """Seconds from one look at the queue to the next."""
-_REFUSE: Final = 2.0
-"""Seconds after which GPUs are in use, for a program that does not wait: another claim may be about to withdraw."""
 _GRACE: Final = 30.0
 """Seconds that a program has for a checkpoint after SIGTERM."""
 
@@ -118,7 +116,7 @@ class _Rank:
         if not 0 < count <= len(gpus):
             raise HostUnfit(f"it has {len(gpus)} GPUs, but the run needs {max(1, count)}", rank=0)
         self._claim = Claim(count, gpus, self._policy["run"], low=self._policy["low"])
-        self._refuse_at = time.monotonic() + _REFUSE
+        self._refuse_at = time.monotonic() + REFUSE
         self._look(self._claim)
 
     def _look(self, claim: Claim) -> None:
@@ -146,11 +144,10 @@ class _Rank:
         self.stop(_GRACE)
         self._channel.request({"op": "stopped"})
 
-    def _on_refuse(self, message: Message) -> None:
+    def _on_fail(self, message: Message) -> None:
+        if "lost" in message:
+            raise ChannelLost(f"rank {message['lost']} has gone")
         raise HostUnfit(f"not enough free GPUs: {message['reason']}", hint="to wait for them: --when-free")
-
-    def _on_lose(self, message: Message) -> None:
-        raise ChannelLost(f"rank {message['rank']} has gone")
 
     def stop(self, grace: float) -> None:
         """Ends the program, after SIGTERM and a grace if there is one, and releases the GPUs."""
@@ -195,7 +192,7 @@ class _Queue:
         with self._lock:
             if self._state != "running":
                 self._state = "gone"
-                self.head.push({"op": "lose", "rank": rank})
+                self.head.push({"op": "fail", "lost": rank})
 
     def _on_arrived(self, rank: int, message: Message) -> None:
         self._ranks[rank] = message
@@ -234,7 +231,7 @@ class _Queue:
 
     def _on_refused(self, rank: int, message: Message) -> None:
         self._state = "refused"
-        self.head.push({"op": "refuse", "reason": message["reason"]})
+        self.head.push({"op": "fail", "reason": message["reason"]})
 
     def _on_give_way(self, rank: int, message: Message) -> None:
         """Not if a program has ended: the others will too."""

@@ -20,7 +20,7 @@ def cells(now: Survey, gpus: int | None) -> tuple[str, ...]:
         "–" if now.load is None else f"{now.load:.1f}",
         _free(now.memory_free, now.memory),
         _free(now.disk_free, now.disk),
-        "; ".join([_gpus(now, gpus), *map(str, now.holds), *_queue(now)]),
+        "; ".join([_gpus(now, gpus), *(one.text for one in now.holds), *_queue(now)]),
         "ready" if now.gpu_error is None else f"ready, but {now.gpu_error}",
     )
 
@@ -43,7 +43,7 @@ def _gpus(now: Survey, count: int | None) -> str:
 
 
 def _queue(now: Survey) -> list[str]:
-    return [f"{len(now.queue)} waiting, first {now.queue[0]}"] if now.queue else []
+    return [f"{len(now.queue)} waiting, first {now.queue[0].text}"] if now.queue else []
 
 
 def _short(system: str) -> str:

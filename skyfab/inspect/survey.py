@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final
 
 from skyfab._util import schema
-from skyfab._util.sizes import age
 from skyfab.inventory.host import Host
 from skyfab.session.ask import Question, only
 
@@ -57,24 +56,17 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """GPUs that a run of skyfab holds, or waits for (kind "ticket")."""
+    """GPUs that a run of skyfab holds, or waits for."""
 
-    kind: Literal["hold", "use", "ticket"]
     user: str
     run: str
     """Its name, if it has one."""
     gpus: tuple[int, ...]
-    count: int
-    """How many it waits for."""
+    waits: bool
     seconds: float
     """Since when."""
-    low: bool = False
-    """Whether it gives way to others."""
-
-    def __str__(self) -> str:
-        what = f"{self.user}'s {self.run}" if self.run else self.user
-        numbers = f"{self.count} GPUs" if self.kind == "ticket" else f"GPU {','.join(map(str, self.gpus))}"
-        return f"{what} ({numbers} for {age(self.seconds)}{', low priority' if self.low else ''})"
+    text: str
+    """All of it, for users."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,11 +98,11 @@ class Survey:
 
     @property
     def holds(self) -> list[Lease]:
-        return [lease for lease in self.leases if lease.kind != "ticket"]
+        return [lease for lease in self.leases if not lease.waits]
 
     @property
     def queue(self) -> list[Lease]:
-        return [lease for lease in self.leases if lease.kind == "ticket"]
+        return [lease for lease in self.leases if lease.waits]
 
     @property
     def is_busy(self) -> bool:

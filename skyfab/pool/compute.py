@@ -140,6 +140,7 @@ class Compute(ShownAsTable):
         plugins: Sequence[Plugin] = (),
         env: Mapping[str, str] | None = None,
         slots: int | None = None,
+        gpus: Literal["auto", "free"] = "auto",
         workdir: str | os.PathLike[str] = "auto",
         lease: float = 60,
         heartbeat_timeout: float | None = None,
@@ -156,7 +157,8 @@ class Compute(ShownAsTable):
 
         `ranks` is the number of processes of a broadcast on each host; ``"auto"``: one for each GPU, or one. `image` is
         their environment, `plugins` set them up, `env` has further variables. `slots` is the number of solo calls
-        that run at a time on each host (None: the inventory's, which is 1 by default).
+        that run at a time on each host (None: the inventory's, which is 1 by default). With ``gpus="free"`` the pool
+        takes all GPUs of its hosts that nobody uses, and holds them until it is closed.
 
         `lease` is how many seconds hosts and this program wait for a lost connection. A host that does not respond for
         `heartbeat_timeout` seconds while others do is lost sooner (None: 10 for elastic gangs, else it is not).
@@ -174,12 +176,12 @@ class Compute(ShownAsTable):
         """
         failure.install()
         seconds = {"lease": lease, "heartbeat_timeout": heartbeat_timeout, "timeout": timeout}
-        _check_options(ranks=ranks, slots=slots, seconds=seconds, results=results, ui=ui)
+        _check_options(ranks=ranks, slots=slots, gpus=gpus, seconds=seconds, results=results, ui=ui)
         untrusted = results == "data"
         self.events = Events()
         self.hosts: Sequence[Node] = ()  # once the pool is open
         self._choice = HostChoice(hosts, inventory, nodes=nodes, where=where, provider=provider)
-        self._timeout, self._results, self._ui = timeout, results, ui
+        self._timeout, self._results, self._ui, self._gpus = timeout, results, ui, gpus
         self._images = HostImages(self._choice.listed, image or Image(), plugins, env)
         self._sync = ProjectSync(Project(image or Image()))
         self._scheduler = Scheduler(self.events.call, slots=slots, untrusted=untrusted)
@@ -270,6 +272,10 @@ class Compute(ShownAsTable):
         self._images.add(chosen)
         nodes = self._nodes.make_nodes(chosen, self.inventory, self._choice.reach)
         open_all(nodes, self.events, lambda node: self._images.failed(node.host), self._sync.read_ahead)
+        if self._gpus == "free":
+            from skyfab.pool.free_gpus import take_free
+
+            take_free(nodes, self._nodes.solo_spec)
         return nodes
 
     def close(self) -> None:
@@ -760,8 +766,13 @@ def _seconds(option: str, value: str | float) -> float:
     return float(found or 0)
 
 
-def _check_options(*, ranks: int | str, slots: int | None, seconds: Mapping[str, Any], results: str, ui: str) -> None:
+def _check_options(
+    *, ranks: int | str, slots: int | None, gpus: str, seconds: Mapping[str, Any], results: str, ui: str
+) -> None:
     """Raises UsageError for invalid options."""
+    if gpus not in ("auto", "free"):
+        hint = "gpus=N is an option of map, submit, actor and @sky.function"
+        raise UsageError(f"invalid gpus={gpus!r}: expected 'auto', or 'free' for those that nobody uses", hint=hint)
     if ranks != "auto" and (type(ranks) is not int or ranks < 1):
         raise UsageError(f"invalid ranks={ranks!r}: expected 1 or more, or 'auto'")
     if slots is not None and (type(slots) is not int or not 1 <= slots <= MOST_SLOTS):

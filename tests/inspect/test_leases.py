@@ -21,13 +21,12 @@ from skyfab.inventory.inventory import Inventory
 
 HOST = Host(name="node1", gpus=(0, 1, 2))
 NIGHT: dict[str, Any] = {
-    "kind": "hold",
     "user": "ada",
     "run": "night",
     "gpus": [0, 1],
-    "count": 2,
+    "waits": False,
     "seconds": 10_800.0,
-    "low": False,
+    "text": "ada's night (node1, 2 GPUs, 3 h so far)",
 }
 
 
@@ -37,14 +36,14 @@ def surveyed(*leases: dict[str, Any]) -> Survey:
 
 
 def test_hosts_shows_owner_run_and_since_when() -> None:
-    waits = {**NIGHT, "kind": "ticket", "user": "bob", "run": "", "count": 3, "seconds": 60.0, "low": True}
+    waits = {**NIGHT, "waits": True, "text": "bob's x (node1, 3 GPUs, 1 min so far, low priority)"}
     shown = cells(surveyed(NIGHT, waits), 3)[-2]
-    assert "; ada's night (GPU 0,1 for 3 h); 1 waiting, first bob (3 GPUs for 1 min, low priority)" in shown
+    assert shown.endswith(f"; {NIGHT['text']}; 1 waiting, first {waits['text']}")
 
 
 def test_conditions_know_which_gpus_are_free() -> None:
     free, held = surveyed(), surveyed(NIGHT)
-    waited_for = surveyed(NIGHT, {**NIGHT, "kind": "ticket", "gpus": [0, 1, 2]})
+    waited_for = surveyed(NIGHT, {**NIGHT, "waits": True, "gpus": [0, 1, 2]})
     assert [Condition("gpus.free >= 1").fits(HOST, one) for one in (free, held, waited_for)] == [True, True, False]
     assert [Condition("gpus.free == 3").fits(HOST, one) for one in (free, held)] == [True, False]
     assert [Condition("busy").fits(HOST, one) for one in (free, held)] == [False, True]
@@ -59,12 +58,12 @@ def _said() -> dict[str, Any]:
 
 
 def test_top_counts_those_that_wait() -> None:
-    seen = Seen(host=HOST, survey=surveyed({**NIGHT, "kind": "ticket"}), heard=1.0)
+    seen = Seen(host=HOST, survey=surveyed({**NIGHT, "waits": True}), heard=1.0)
     now = snapshot([seen], Inventory(hosts={"node1": HOST}), every=1.0, clock=1.0, now=1.0)
     assert now.summary == "1 host: 1 ready · 1 waiting for GPUs · no runs"
 
 
-@pytest.mark.parametrize("bad", [{"gpus": "all"}, {"kind": "lock"}, {"seconds": "long"}, {"user": 7}])
+@pytest.mark.parametrize("bad", [{"gpus": "all"}, {"waits": "yes"}, {"seconds": "long"}, {"user": 7}])
 def test_leases_that_a_host_invents_are_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(schema.Invalid):
         surveyed({**NIGHT, **bad})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,6 +21,12 @@ def nothing() -> None:
 def doze(seconds: float) -> None:
     """A call that runs for so many seconds."""
     time.sleep(seconds)
+
+
+@sky.function
+def start_process(script: str) -> None:
+    """Runs a script in a new process, with this interpreter."""
+    subprocess.run([sys.executable, script], check=True)
 
 
 @sky.function

@@ -26,6 +26,7 @@ from benchmarks.ray import Ray
 from benchmarks.reconnect import Reconnect
 from benchmarks.result import Result
 from benchmarks.streams import Streams
+from benchmarks.sweep import Queue, Sweep
 from benchmarks.top import Top
 from benchmarks.warm import Warm
 
@@ -62,6 +63,8 @@ ROWS: tuple[Row, ...] = (
     Device(),
     Dask(),
     Ray(),
+    Sweep(),
+    Queue(),
 )
 ON_REQUEST: tuple[Row, ...] = (Distance(),)
 """Rows that are measured only if they are named."""

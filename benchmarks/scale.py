@@ -74,6 +74,14 @@ class Scale:
     examined: int = 16
     """Hosts of an examination."""
     examinations: int = 3
+    in_a_row: int = 40
+    """Trials of a sweep, one after another."""
+    sweeps: int = 3
+    """Sweeps of these."""
+    trials: int = 1000
+    """Trials on all slots."""
+    turns: int = 4
+    """Runs that wait for the one before."""
     nodes: int = 4
     """Hosts of a cluster of Ray."""
 
@@ -115,6 +123,10 @@ TASTE = Scale(
     trips=1,
     examined=2,
     examinations=1,
+    in_a_row=4,
+    sweeps=1,
+    trials=8,
+    turns=1,
     nodes=1,
 )
 """Runs everything in seconds: checks that the benchmarks work, not how fast skyfab is."""

@@ -118,8 +118,6 @@ def test_a_run_waits_for_gpus_that_others_hold(queue: Queue, skyfab: Skyfab) -> 
     assert queue.runs("night") == ["0,1"]
     queue.start("second", "--gpus=1", user="root")
     queue.waits("second", r"1st, after ada's night \(node1, 2 GPUs, \d+ s so far\)")
-    queue.start("third", "--gpus=1", user="ada")
-    queue.waits("third", r"2nd, after ada's night \(node1, 2 GPUs, \d+ s so far\) and 1 more")
     listed = skyfab("runs", f"--inventory={queue.inventories['root']}", "--hosts=node1").out
     assert re.search(r"waiting .* second +1st, after ada's night \(node1", listed), listed
     shown = skyfab("hosts", f"--inventory={queue.inventories['root']}", "--hosts=node1", "--json").out
@@ -129,10 +127,8 @@ def test_a_run_waits_for_gpus_that_others_hold(queue: Queue, skyfab: Skyfab) -> 
     queue.go("night")
     queue.is_done("night")
     assert queue.runs("second") == ["0"]
-    assert queue.runs("third") == ["1"]
-    queue.go("second", "third")
+    queue.go("second")
     queue.is_done("second")
-    queue.is_done("third")
     assert "done second True" in [line for _, _, line in queue.find("second").logs()]
 
 
@@ -159,7 +155,7 @@ def test_a_waiting_run_can_be_stopped(queue: Queue) -> None:
     queue.start("second", "--gpus=2", user="root")
     queue.waits("second", "1st, .*")
     queue.start("third")
-    queue.waits("third", "2nd, .*")
+    queue.waits("third", r"2nd, after ada's night \(node1, 2 GPUs, \d+ s so far\) and 1 more")
     run = queue.find("second")
     run.stop()
     assert run.status == "stopped"

@@ -31,7 +31,7 @@ _FRAME: Final = 3
 _RIGHT: Final = ("CPUs", "load", "age", "ranks")
 _OPTIONAL: Final = ("address", "system", "python", "disk", "CPUs", "memory", "load", "ranks", "hosts", "age")
 """Columns that a narrow screen does without, the first of them first."""
-_WIDEST: Final = {"host": 24, "GPUs": 48, "hosts": 24, "name": 24}
+_WIDEST: Final = {"host": 24, "GPUs": 80, "hosts": 24, "name": 24}
 _LEAST: Final = 20
 """Columns for the last cell at least; on a wide screen a third of it, if that is needed."""
 _BETWEEN: Final = 2

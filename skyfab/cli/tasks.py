@@ -25,8 +25,9 @@ from skyfab.errors import UsageError
 from skyfab.ui.terminal import unwritten
 
 _NAMES: Final = (
-    *("train", "run", "sweep", "runs", "logs", "attach", "stop", "init", "hosts", "top", "doctor", "stacks", "exec"),
-    *("ssh", "forward", "put", "get", "trust", "prepare", "gc", "completion", "lab.up", "lab.down", "lab.status"),
+    *("train", "run", "sweep", "serve", "runs", "logs", "attach", "stop", "init", "hosts", "top", "doctor", "stacks"),
+    *("exec", "ssh", "forward", "put", "get", "trust", "prepare", "gc", "completion"),
+    *("lab.up", "lab.down", "lab.status"),
 )
 """The commands, in the order in which new users need them."""
 _MODULES: Final = {"logs": "runs", "attach": "runs", "stop": "runs", "get": "put"}

@@ -1,0 +1,129 @@
+"""`skyfab serve`: a server of all ranks, which outlives this program, with its port on this machine."""
+
+from __future__ import annotations
+
+import secrets
+import sys
+import time
+from contextlib import closing
+from typing import TYPE_CHECKING, Annotated, Final
+from urllib.parse import urlsplit
+
+from skyfab.cli.command import COMMAND, Detach, Option, Ranks, command
+from skyfab.cli.script_options import ScriptOptions
+from skyfab.errors import UsageError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from skyfab.detached.run import Run
+    from skyfab.inventory.host import Host
+
+_PACE: Final = 1.0
+"""Seconds between the questions whether it is ready."""
+
+
+@command
+def serve(
+    name: Annotated[str, Option("a name for the server, which skyfab stop takes", "NAME")],
+    *words: Annotated[str, Option("the program and its arguments", "-- COMMAND")],
+    options: ScriptOptions,
+    ranks: Ranks = 1,
+    ready: Annotated[
+        str,
+        Option(
+            "when it is ready: a URL or port of the first host responds, or rank 0 prints this text",
+            "URL|PORT|TEXT",
+            default="when it was started",
+        ),
+    ] = "",
+    port: Annotated[int, Option("its port on the first host", "PORT", default="that of --ready")] = 0,
+    local: Annotated[int | None, Option("the port on this machine", "PORT", default="the same, if it is free")] = None,
+    restarts: Annotated[int, Option("how often all ranks are restarted if one ends", "N", least=0)] = 3,
+    timeout: Annotated[int, Option("seconds until it must be ready", "SECONDS")] = 1800,
+    sync: Annotated[
+        bool, Option("first copy the current folder to the hosts, without what .gitignore excludes")
+    ] = False,
+    detach: Detach = False,
+) -> None:
+    """Start a server on hosts, and forward its port to 127.0.0.1.
+
+    Runs COMMAND on every host, as a detached run: with the variables, placeholders, environment and files of skyfab
+    run -- COMMAND. If one rank ends, all of them are restarted together, after a pause; after --restarts the run has
+    failed. Earlier restarts do not count once it was ready for ten minutes. skyfab runs shows starting, ready,
+    restarting or failed. Ctrl-C closes the port on this machine; the server continues until skyfab stop NAME.
+
+        skyfab serve chat --hosts=node1 --ready=8000 -- vllm serve MODEL --host=127.0.0.1
+        skyfab serve files --hosts=node1 --ready=http://127.0.0.1:8000/ -- python3 -m http.server --bind=127.0.0.1
+        skyfab stop chat
+    """
+    from skyfab.calls.call import as_function
+    from skyfab.cli.detach import tell_how_to_attach
+    from skyfab.cli.interpreter import hand_over
+    from skyfab.cli.project_settings import ProjectSettings
+    from skyfab.cli.run import parsed
+    from skyfab.host import serving
+    from skyfab.plugins.base import OwnPort
+
+    script, _ = parsed(COMMAND, words)
+    port = port or _port_of(ready)
+    if not options.no_project:
+        hand_over(script)
+    plugins = [OwnPort()]
+    with options.pool(script, ProjectSettings.of(script), ranks=ranks, here=1, plugins=plugins) as compute:
+        folder = None
+        if sync:
+            folder, reports = compute.files.lay_out(script.parent, compute.hosts)
+            for report in reports:
+                print(report, file=sys.stderr)
+        function = as_function(serving.serve)
+        function.label = f"serve {name}"
+        call = function(list(words), folder, secrets.token_bytes(32), ready, port, restarts, float(timeout))
+        run, hosts = compute.launch(call, name=name), [node.host for node in compute.hosts]
+    tell_how_to_attach(run, name, container=options.container)
+    if not detach:
+        _follow(run, name, hosts, port, local)
+
+
+def _port_of(ready: str) -> int:
+    """The port of what --ready names; 0 for a text. Raises UsageError."""
+    try:
+        url = urlsplit(ready)
+        number = int(ready) if ready.isdigit() else url.port or {"http": 80, "https": 443}.get(url.scheme, 0)
+    except ValueError:
+        number = 0 if "://" not in ready else -1
+    if not 0 <= number < 65536 or (ready.isdigit() and not number):
+        raise UsageError(f"invalid --ready={ready}", hint="expected a URL, a port from 1 to 65535, or a text")
+    return number
+
+
+def _follow(run: Run, name: str, hosts: Sequence[Host], port: int, local: int | None) -> None:
+    """Says what the server does, with its port here once it is ready, until Ctrl-C. Raises what it has failed with."""
+    from skyfab.detached.folder import phase_of
+    from skyfab.detached.run import attached
+    from skyfab.pool.forward import Forwards
+    from skyfab.ui.events import Events
+    from skyfab.ui.failure import left_running
+    from skyfab.ui.terminal import clean
+
+    events = Events()
+    events.subscribe(lambda event: print(event, file=sys.stderr, flush=True))
+    said, is_open = "", False
+    following = attached(run.id, hosts, inventory=run.inventory)
+    with left_running(name), closing(Forwards(events)) as forwards, following as found:
+        while found.state in ("running", "unreachable"):
+            phase = phase_of(found.parts)
+            text = "" if phase is None else ": ".join(filter(None, (phase.phase, phase.text)))
+            if text and text != said:
+                print(clean(f"{name}: {text}", colour=False), file=sys.stderr, flush=True)
+                said = text
+            if phase is not None and phase.phase == "ready" and not is_open:
+                if not port:
+                    return
+                forward = forwards.open(hosts[0], found.inventory, port, local)
+                print(f"{forward.url} → {forward.to}", flush=True)
+                is_open = True
+            time.sleep(_PACE)
+            found.look()
+        if found.state != "stopped":
+            found.result()

@@ -272,7 +272,6 @@ def _take(column: Any, indices: range | list[int]) -> Any:
 
 REPORT = "SKYFAB_REPORT"
 """The variable that names the file for the results of a trial."""
-_reported: dict[str, Any] = {}
 
 
 def report(**values: Any) -> None:
@@ -281,24 +280,24 @@ def report(**values: Any) -> None:
     The last value of each name counts. Numbers of numpy and torch are taken as Python's; other objects that JSON does
     not have raise TypeError. Does nothing in a program that is not a trial.
     """
-    path = os.environ.get(REPORT)
-    if not path:
+    if not (path := os.environ.get(REPORT)):
         return
     import json
     from _thread import get_ident
 
-    if not _reported and os.path.exists(path):  # noqa: PTH110  # another process of the trial has reported
+    found = {}
+    if os.path.exists(path):  # noqa: PTH110
         with open(path) as file:  # noqa: PTH123
-            _reported.update(json.load(file))
+            found = json.load(file)
     for name, value in values.items():
         value = value.item() if hasattr(value, "item") else value
         if not isinstance(value, (bool, int, float, str, type(None))):
             raise TypeError(f"report({name}=…): expected a number or a string, not a {type(value).__name__}")
         is_finite = not isinstance(value, float) or abs(value) < float("inf")
-        _reported[name] = value if is_finite else str(value)  # JSON has neither infinity nor NaN
+        found[name] = value if is_finite else str(value)  # JSON has neither infinity nor NaN
     draft = f"{path}.{os.getpid()}.{get_ident()}"
     with open(draft, "w") as file:  # noqa: PTH123
-        json.dump(_reported, file)
+        json.dump(found, file)
     os.replace(draft, path)  # noqa: PTH105
 
 

@@ -346,7 +346,6 @@ def test_a_report_has_the_last_value_of_each_name(tmp_path: Path, monkeypatch: p
     path = tmp_path / "report.json"
     path.write_text('{"from": "another process"}')
     monkeypatch.setenv(context.REPORT, str(path))
-    monkeypatch.setattr(context, "_reported", {})
     sky.report(loss=1.0, epoch=1)
     sky.report(loss=0.5, best=float("nan"), worst=-float("inf"), done=True)
     found = {"from": "another process", "loss": 0.5, "epoch": 1, "best": "nan", "worst": "-inf", "done": True}
@@ -360,7 +359,6 @@ def test_a_report_takes_numbers_of_other_libraries(tmp_path: Path, monkeypatch: 
             return 0.25
 
     monkeypatch.setenv(context.REPORT, str(tmp_path / "report.json"))
-    monkeypatch.setattr(context, "_reported", {})
     sky.report(loss=Scalar())
     assert json.loads((tmp_path / "report.json").read_text()) == {"loss": 0.25}
     with pytest.raises(TypeError, match=r"report\(model=…\): expected a number or a string, not a list"):

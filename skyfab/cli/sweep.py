@@ -175,11 +175,12 @@ def _show(name: str, hosts: Any, inventory: Any, results: Results, *, follow: bo
         while True:
             try:
                 trials = sweep.look()
-                if not follow or (run.parts and run.state != "running"):
+                if (trials and not follow) or (run.parts and run.state != "running"):
                     break
-                head, rows = _table([trial for trial in trials if trial.state != "waiting"])
                 if is_rich(sys.stdout):
-                    put(sys.stdout, live.frame("", [_summary(trials), *aligned(head, rows).splitlines()]))
+                    shown = [trial for trial in trials if trial.state != "waiting"]
+                    lines = aligned(*_table(sorted(shown, key=lambda trial: trial.state != "running"))).splitlines()
+                    put(sys.stdout, live.frame("", [_summary(trials), *lines]))
                 elif _summary(trials) != before:
                     before = _summary(trials)
                     print(before, file=sys.stderr)
@@ -194,6 +195,8 @@ def _show(name: str, hosts: Any, inventory: Any, results: Results, *, follow: bo
                     tell_how_to_attach(run, run.name)
                     return 0 if is_own else 130
         put(sys.stdout, live.frame("", []))
+        if not trials:
+            run.raise_failure()  # it could not start
         _report(trials, run, results)
     states = {trial.state for trial in trials}
     return 1 if "failed" in states else 3 if "lost" in states else int(bool(states & {"stopped", "not started"}))
@@ -215,6 +218,8 @@ def _report(trials: Sequence[Trial], run: Run, results: Results) -> None:
         log = f"{trial.folder}/log.txt"
         get = f"skyfab get --run={run.id[:8]} {shlex.quote(log)}" if run.in_workdirs() else log
         print(HINTS.adapted(clean(f"the log of trial {trial.trial}: {get}", colour=False)), file=sys.stderr)
+    for part in [part for part in run.parts if part.about.place and part.state == "failed"]:
+        print(HINTS.adapted(f"{part.host}: its driver failed: skyfab attach {run.id[:8]}"), file=sys.stderr)
     if run.state != "running" and any(trial.state != "done" for trial in trials):
         print("to run the trials that are not done: the same command with --resume", file=sys.stderr)
 
@@ -225,14 +230,17 @@ def _summary(trials: Sequence[Trial]) -> str:
 
 
 def _table(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
+    """Head and rows. Hosts have sent what is in them, which may be anything."""
     rows = []
     for trial in trials:
         values = {name: f"{one:.5g}" if isinstance(one, float) else str(one) for name, one in trial.values.items()}
         time = "" if trial.seconds is None else str(timedelta(seconds=round(trial.seconds)))
         name = PurePosixPath(trial.folder).name
         rows.append({"trial": name, "state": _state(trial), "host": trial.host, "time": time, **values})
-    head = [*dict.fromkeys(name for row in rows for name in row)]
-    return head, [[row.get(name, "") for name in head] for row in rows]
+    head = [*dict.fromkeys(name for row in rows for name in row)] or ["trial"]
+    return [clean(name, colour=False) for name in head], [
+        [clean(row.get(name, ""), colour=False) for name in head] for row in rows
+    ]
 
 
 def _state(trial: Trial) -> str:

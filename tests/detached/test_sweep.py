@@ -289,3 +289,14 @@ def test_three_commands_of_the_page_run_twelve_trials_on_four_gpus(project: Proj
     assert min(rows, key=lambda row: float(row["loss"]))["lr"] == "0.3"
     project.type(get)
     assert len([*(tmp_path / "night").rglob("log.txt")]) == 12
+
+
+def test_a_sweep_that_cannot_start_says_why(project: Project) -> None:
+    project.sweep("trial.py", "seed=1..2", "--workdir=/proc/nowhere", code=1)
+    assert "cannot use the working folder /proc/nowhere" in project.said
+
+
+def test_one_trial_is_fetched_by_its_number(project: Project, tmp_path: Path) -> None:
+    project.sweep("trial.py", "seed=1..3")
+    project.type("skyfab get --run=trial 'sweeps/*/0002-*' --to=home")
+    assert [path.parent.name for path in (tmp_path / "home").rglob("log.txt")] == ["0002-seed=2"]

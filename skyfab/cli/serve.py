@@ -86,15 +86,14 @@ def serve(
 
 
 def _port_of(ready: str) -> int:
-    """The port of what --ready names; 0 for a text. Raises UsageError."""
+    """The port that --ready names; 0 if it names none. Raises UsageError."""
     try:
-        url = urlsplit(ready)
-        number = int(ready) if ready.isdigit() else url.port or {"http": 80, "https": 443}.get(url.scheme, 0)
+        port = urlsplit(f"//:{ready}" if ready.isdigit() else ready).port
     except ValueError:
-        number = 0 if "://" not in ready else -1
-    if not 0 <= number < 65536 or (ready.isdigit() and not number):
+        port = 0
+    if port == 0 or (ready.isdigit() and port is None):
         raise UsageError(f"invalid --ready={ready}", hint="expected a URL, a port from 1 to 65535, or a text")
-    return number
+    return port or 0
 
 
 def _follow(run: Run, name: str, hosts: Sequence[Host], port: int, local: int | None) -> None:

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from skyfab.host.rank_channel import Message
 
 _TICK = 0.5
+_JOIN = 60.0
+"""Seconds for all ranks to connect."""
 _GRACE = 10.0
 """Seconds from SIGTERM to SIGKILL before a restart."""
 _STABLE = 600.0
@@ -137,7 +139,10 @@ class _Coordinator:
     def run(self, head: Head) -> None:
         try:
             phase.enter("starting")
-            while len(head.ranks) < context.instance_info().world_size:
+            until = time.monotonic() + _JOIN
+            while missing := set(range(context.instance_info().world_size)) - head.ranks:
+                if time.monotonic() > until:
+                    raise WorkerDied(f"rank {min(missing)} did not connect to rank 0 within {_JOIN:.0f} s")
                 time.sleep(_TICK / 10)
             while True:
                 self._restart(head, self._serve(head))
@@ -148,7 +153,8 @@ class _Coordinator:
     def _serve(self, head: Head) -> str:
         """Starts all ranks. Returns why they must be restarted; raises HostUnfit if that would not help."""
         _check_free(self._port)
-        logs = {path: _size(path) for path in (f"{context.run_folder()}/logs/0.{end}" for end in ("out", "err"))}
+        paths = [f"{context.run_folder()}/logs/0.{end}" for end in ("out", "err")]
+        logs = {path: os.path.getsize(path) if os.path.exists(path) else 0 for path in paths}
         head.push({"start": True, "port": _check_free(0)})
         began, since = time.monotonic(), None
         while True:
@@ -215,14 +221,8 @@ def _is_ready(ready: str, logs: dict[str, int]) -> bool:
             return True
         for path, size in logs.items():
             with open(path, "rb") as file:
-                file.seek(max(min(size, _size(path)), _size(path) - _TAIL))
+                end = file.seek(0, os.SEEK_END)
+                file.seek(max(min(size, end), end - _TAIL))  # it may have been rotated
                 if ready.encode() in file.read(_TAIL):
                     return True
     return False
-
-
-def _size(path: str) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError:
-        return 0

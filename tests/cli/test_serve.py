@@ -108,6 +108,7 @@ def serve(folder: Path, lab: Lab, *words: str) -> subprocess.CompletedProcess[st
     return skyfab(folder, "serve", "--hosts=node1", *words, inventory=lab.inventory)
 
 
+@pytest.mark.slow
 def test_it_fails_when_there_were_too_many_restarts(folder: Path, namespaces: Lab) -> None:
     served = serve(folder, namespaces, "short", "--restarts=1", "--", "sh", "-c", "echo attempt; exit 3")
     assert served.returncode == 1
@@ -176,7 +177,7 @@ def test_the_loss_of_a_rank_ends_the_server_everywhere(folder: Path, namespaces:
     [
         ("8000", 8000),
         ("http://127.0.0.1:8000/health", 8000),
-        ("https://localhost/", 443),
+        ("https://localhost/", 0),
         ("http://[::1]:99/x", 99),
         ("Uvicorn running", 0),
         ("note: done", 0),

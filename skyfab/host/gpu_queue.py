@@ -190,6 +190,7 @@ class _Queue:
 
     def gone(self, rank: int) -> None:
         with self._lock:
+            self._still_running.discard(rank)
             if self._state != "running":
                 self._state = "gone"
                 self.head.push({"op": "fail", "lost": rank})

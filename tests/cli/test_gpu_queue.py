@@ -14,7 +14,7 @@ from stage.spot import Spot, until
 import skyfab as sky
 from skyfab.detached.folder import phase_of
 from skyfab.detached.run import Run
-from skyfab.lab import Lab
+from skyfab.lab import Lab, LabHost
 
 pytestmark = pytest.mark.lab
 
@@ -164,6 +164,19 @@ def test_a_waiting_run_can_be_stopped(queue: Queue) -> None:
     assert queue.runs("third") == ["0,1"]
 
 
+def kill_agent(host: LabHost, run: Run) -> None:
+    """That of one of ada's runs."""
+    folder = host.path("/home/ada/.cache/skyfab/runs") / run.id
+    host.run(["kill", "-9", (folder / "agent").read_text().split()[0]])
+
+
+def raised(run: Run) -> str:
+    """What the ranks of a run have raised, on the hosts that respond."""
+    with pytest.raises(sky.BroadcastError) as failed:
+        run.raise_failure()
+    return "\n".join(map(str, failed.value.exceptions))
+
+
 def test_a_killed_agent_frees_its_place_and_its_gpus(queue: Queue, namespaces: Lab) -> None:
     """Its workers end with it."""
     queue.start("night", "--gpus=2")
@@ -172,13 +185,25 @@ def test_a_killed_agent_frees_its_place_and_its_gpus(queue: Queue, namespaces: L
     queue.waits("second", "1st, .*")
     queue.start("third", "--gpus=2", user="root")
     queue.waits("third", "2nd, .*")
-    host = namespaces["node1"]
     for name in ("second", "night"):
         run = queue.find(name)
-        folder = host.path("/home/ada/.cache/skyfab/runs") / run.id
-        host.run(["kill", "-9", (folder / "agent").read_text().split()[0]])
+        kill_agent(namespaces["node1"], run)
         until(lambda run=run: run.status == "lost")
     assert queue.runs("third") == ["0,1"]
+
+
+def test_a_gang_that_loses_a_host_while_it_waits_frees_the_others(queue: Queue, namespaces: Lab) -> None:
+    queue.start("night", hosts="node2")
+    queue.runs("night")
+    queue.start("gang", hosts="node1,node2")
+    queue.waits("gang", "1st, after ada's night .*")
+    queue.start("next", user="root")
+    queue.waits("next", "1st, after ada's gang .*")
+    run = queue.find("gang")
+    kill_agent(namespaces["node2"], run)
+    assert queue.runs("next") == ["0,1"]
+    until(lambda: run.status != "running")
+    assert re.search("while it waited for GPUs: rank [23] has gone", raised(run))
 
 
 def test_low_priority_gives_way(queue: Queue) -> None:

@@ -78,7 +78,7 @@ def get(
 
     if run:
         found = attach(run, hosts, inventory=inventory, results="data")
-        path = path or sorted({one.inner for part in found.parts for one in part.files})
+        path = path or sorted({path for part in found.parts for one in part.files for path in one.paths})
         known, chosen, silent = found.inventory, tuple(found.in_workdirs()), found.silent
         if not path or not chosen:
             why = "wrote no files on its hosts" if found.has_ended else "lists no files before it has ended"

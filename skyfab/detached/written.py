@@ -62,6 +62,13 @@ class Written:
         """What to fetch of the folder: the file, or the folder in it that all files are in; else all of it."""
         return self.common if self.complete and _is_plain(self.common) else "."
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The files, if all are known and none could be taken for a pattern; else what all are in."""
+        is_known = self.complete and len(self.names) == self.count
+        is_known &= all(_is_plain(name) and not re.search(r"[*?[]", name) for name in self.names)
+        return self.names if is_known else (self.inner,)
+
 
 def _is_plain(name: str) -> bool:
     """Whether a name that a host has sent can be part of a command as it is."""

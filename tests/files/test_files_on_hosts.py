@@ -481,6 +481,23 @@ def test_files_of_runs_at_once_are_fetched_from_the_folder_of_each(here: Path, l
 
 
 @pytest.mark.slow
+def test_only_what_a_run_has_written_is_fetched_of_a_folder_that_others_use_too(here: Path, listed: Path) -> None:
+    (here / "write.py").write_text(
+        "import sys\nfor name in sys.argv[1:]:\n    with open(name, 'w') as file:\n        file.write(sys.argv[1])\n"
+    )
+    for names in (["first", "[odd] *"], ["second", "third"], ["last"]):
+        done = skyfab(
+            here, "run", "--hosts=node1", "--detach", f"--name={names[0]}", "write.py", *names, inventory=listed
+        )
+        assert done.returncode == 0, done.stderr
+        assert skyfab(here, "attach", names[0], inventory=listed).returncode == 0
+    assert skyfab(here, "get", "--run=second", "--to=its", inventory=listed).returncode == 0
+    assert {path.name for path in (here / "its").iterdir()} == {"second", "third"}
+    assert skyfab(here, "get", "--run=first", "--to=all", inventory=listed).returncode == 0
+    assert {path.name for path in (here / "all").iterdir()} >= {"first", "[odd] *"}, "a name that looks like a pattern"
+
+
+@pytest.mark.slow
 def test_a_run_beside_another_one_has_what_was_sent_for_it(here: Path, listed: Path) -> None:
     """The folder of the pool that has launched it is its own: nothing is copied a second time."""
     (here / "look.py").write_text(

@@ -26,7 +26,7 @@ INCLUDED: Final = "files"
 _MOST: Final = 20_000
 _SECONDS: Final = 0.5
 """Limits for the scan of a working folder, files and seconds: it may contain any number of files."""
-_NAMES: Final = 3
+_NAMES: Final = 200
 _FICLONE: Final = 0x40049409
 """Of Linux: the blocks of a file become those of another one."""
 

@@ -83,7 +83,7 @@ class Bootstrap:
         """
         _LOG.debug("%s: waiting for the login", self.host.name)
         shell = Shell(stream, self.marker, Deadline(self.host, deadline, stopped, arrived))
-        asked = False
+        asked = is_sent = False
         ahead: str | None = None
         if self.python == "none" and self.prepare is not None:
             asked = True
@@ -99,7 +99,10 @@ class Bootstrap:
                 return
             if word == "setup":
                 raise _setup_failed(detail, self.host)
-            if word == "bundle":
+            if word == "python":
+                asked = True
+            elif word == "bundle" and not is_sent:
+                is_sent = True
                 _LOG.debug("%s: logged in; sending skyfab", self.host.name)
                 asked = True
                 self._push(shell)

@@ -3,7 +3,8 @@
 #
 # Given by session/bootstrap.py as arguments: $1 the cache folder and $2 the interpreter (a path, env/DIGEST/BOOT, a
 # version, any or none), both as printf %b reads them; $3 the bundle; $4 the session; $5 start, resume or ask.
-# Prints a marked line: link, bundle, nopython or failed WHY. After link and bundle the interpreter reads stdin.
+# Prints a marked line: python, bundle, nopython or failed WHY. After python and bundle the interpreter reads stdin; after
+# python, it says link, or bundle if that is damaged.
 #
 # session/bootstrap.py joins the lines and puts them between single quotes for any login shell: outside of comments
 # there is no single quote, exclamation mark or backslash.
@@ -82,7 +83,7 @@ esac 2>/dev/null
 go() {
   b=$c/bundles/$d
   if test -f "$b/__main__.py" && test -O "$b/__main__.py"; then
-    echo "${m}link"
+    echo "${m}python"
     exec "$p" -S "$b" "$c" "$i" "$k"
   fi
   echo "${m}bundle"

@@ -30,7 +30,20 @@ _IF_IMPORTED: Final = ("demo/", "lab/")
 _MAIN: Final = """import os, sys
 if sys.version_info < (3, 10):
     sys.exit(sys.version.split()[0])
-disk = os.statvfs(sys.path[0])
+here = sys.path[0]
+try:  # after a power cut, files may be empty
+    with open(here + "/sizes") as file:
+        sizes = [line.split() for line in file]
+    is_whole = sizes[-1] == ["end"] and all(os.path.getsize(f"{here}/{path}") == int(size) for size, path in sizes[:-1])
+except (OSError, ValueError, IndexError):
+    is_whole = False
+print("=sky" + "fab=" + sys.argv[2] + ("=link" if is_whole else "=bundle"), flush=True)
+if not is_whole:  # as session/bootstrap.sh does without a bundle
+    import shutil
+    shutil.rmtree(here, ignore_errors=True)
+    sys.argv.insert(2, os.path.basename(here))
+    exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))
+disk = os.statvfs(here)
 if disk.f_frsize * disk.f_bavail < 16_000_000:  # Python would keep bytecode that is cut off, and fail from then on
     sys.dont_write_bytecode = True
 from skyfab.host.agent.link import main

@@ -1,7 +1,7 @@
 # Unpacks the bundle below the cache folder and becomes the link. session/bootstrap.py sends this text to an interpreter
 # that session/bootstrap.sh has started, with the cache folder, the bundle's digest, the session and its mode (start,
 # resume or ask) as its arguments. Next on stdin: a line with the size of the archive (session/bundle.py), and then it.
-# Prints a marked line: link, or failed WHY.
+# Prints a marked line if it fails: failed WHY. The link itself says that it runs.
 import io
 import os
 import shutil
@@ -24,12 +24,16 @@ try:
     draft = target + "." + session
     os.makedirs(draft, mode=0o700)
     try:
+        sizes = b""
         for line in iter(archive.readline, b""):
+            sizes += line
             size, path = line.decode().split()
             path = os.path.join(draft, path)
             os.makedirs(os.path.dirname(path), exist_ok=True)
             with open(path, "wb") as file:
                 file.write(archive.read(int(size)))
+        with open(draft + "/sizes", "wb") as file:  # by which each start recognizes files that are damaged
+            file.write(sizes + b"end")
         if not os.path.isdir(target):
             os.rename(draft, target)
     finally:
@@ -41,5 +45,4 @@ except OSError as error:
 if os.stat(target).st_uid != os.getuid():
     say("failed its cache folder belongs to another user: " + cache)
     sys.exit(0)
-say("link")
 os.execv(sys.executable, [sys.executable, "-S", target, cache, session, mode])

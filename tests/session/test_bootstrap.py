@@ -224,7 +224,7 @@ def test_a_bundle_that_is_there_is_started_at_once(shell: list[str], hostile_hom
     (folder / "__main__.py").touch()
     made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=str(python))
     before, (argv, _, _) = run(shell, made, hostile_home)
-    assert before == [f"=skyfab={SESSION}=link"]
+    assert before == [f"=skyfab={SESSION}=python"]
     assert argv == ["-S", str(folder), f"{hostile_home}/c a c h e", SESSION, "start"]
     assert made.command("resume").endswith("'resume'")
 
@@ -237,7 +237,7 @@ def test_a_bundle_of_another_user_is_not_started(tmp_path: Path) -> None:
     host = Host(name="node", cache=str(tmp_path / "cache"))
     python = fake_interpreter(tmp_path / "bin")
     made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=str(python))
-    assert run(["/bin/sh"], made, tmp_path)[0] == [f"=skyfab={SESSION}=link"]
+    assert run(["/bin/sh"], made, tmp_path)[0] == [f"=skyfab={SESSION}=python"]
     os.chown(folder / "__main__.py", 65534, 65534)
     assert run(["/bin/sh"], made, tmp_path)[0] == [f"=skyfab={SESSION}=bundle"]
 

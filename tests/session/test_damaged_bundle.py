@@ -1,0 +1,64 @@
+"""A copy of skyfab on a host of which files are damaged, as after a power cut: it is recognized, and sent again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import skyfab as sky
+from skyfab.inventory.inventory import Inventory
+from skyfab.session.ask import Asker, Question, only
+from skyfab.session.bundle import bundle
+
+
+@sky.function
+def double(number: int) -> int:
+    return 2 * number
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The copy on a host whose cache is in the folder of the test, after a call."""
+    assert called(tmp_path) == 42
+    return tmp_path / "bundles" / bundle().digest
+
+
+def here(cache: Path) -> sky.Host:
+    return sky.Host(name="here", transport="local", cache=str(cache))
+
+
+def called(cache: Path) -> int:
+    with sky.Compute([here(cache)], ui="none") as compute:
+        result: int = double(21) >> compute
+    return result
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    ["skyfab/host/agent/zygote.py", "skyfab/host/agent/worker.py", "skyfab/host/agent/link.py", "sizes"],
+)
+def test_an_empty_file_is_replaced(copy: Path, tmp_path: Path, damaged: str) -> None:
+    (copy / damaged).write_bytes(b"")
+    assert called(tmp_path) == 42
+    assert (copy / damaged).stat().st_size
+
+
+def test_a_missing_file_and_one_that_is_cut_off_are_replaced_before_a_question_is_answered(
+    copy: Path, tmp_path: Path
+) -> None:
+    (copy / "skyfab/host/ask/serve.py").unlink()
+    lines = (copy / "sizes").read_text().splitlines(keepends=True)
+    for _ in range(2):
+        question = Question("survey", lambda host, replies: only(replies))
+        with Asker([here(tmp_path)], Inventory(hosts={})) as asker:
+            assert asker.ask(question)[0].error is None
+        assert (copy / "skyfab/host/ask/serve.py").exists()
+        (copy / "sizes").write_text("".join(lines[: len(lines) // 2]))
+
+
+def test_a_copy_that_is_whole_is_not_sent_again(copy: Path, tmp_path: Path) -> None:
+    before = copy.stat().st_ino
+    assert called(tmp_path) == 42
+    assert copy.stat().st_ino == before
+    assert [path.name for path in copy.parent.iterdir()] == [copy.name]

@@ -196,14 +196,15 @@ def note_use(gpus: Sequence[int], run: str = "", folder: str = FOLDER) -> None:
 
 
 def note_rank(request: dict[str, Any]) -> None:
-    """Notes which GPUs a rank of a gang uses, by what its worker was started with: its own, or all if it is alone.
+    """The first rank of a gang on a host notes which GPUs they use: one each, or all if there is one rank, or a call.
 
     Not for ranks that wait for GPUs themselves (skyfab.host.gpu_queue).
     """
     env, info = request["env"], request["info"]
-    if QUEUED not in env:
+    ranks = info.get("local_world_size", 1)
+    if QUEUED not in env and info.get("local_rank", 0) == 0:
         gpus = visible(env, info["accelerators"])
-        mine = gpus if info["local_world_size"] == 1 else gpus[info["local_rank"] : info["local_rank"] + 1]
+        mine = gpus if ranks == 1 else gpus[:ranks]
         name = ""
         with contextlib.suppress(OSError, ValueError, KeyError):
             if request["run"]:

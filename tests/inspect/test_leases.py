@@ -73,10 +73,11 @@ def test_what_a_rank_was_started_with_says_which_gpus_it_uses(tmp_path: Path, mo
     noted: list[tuple[list[int], str]] = []
     monkeypatch.setattr(gpu_locks, "note_use", lambda gpus, run: noted.append((list(gpus), run)))
     (tmp_path / "about").write_text(json.dumps({"name": "night"}))
-    info = {"accelerators": 2, "local_rank": 1, "local_world_size": 2}
+    info = {"accelerators": 3, "local_rank": 0, "local_world_size": 2}
     gpu_locks.note_rank({"env": {}, "info": info, "run": str(tmp_path)})
     gpu_locks.note_rank({"env": {"CUDA_VISIBLE_DEVICES": "4,6"}, "info": info, "run": ""})
-    gpu_locks.note_rank({"env": {}, "info": {**info, "local_rank": 2, "local_world_size": 3}, "run": ""})
+    gpu_locks.note_rank({"env": {}, "info": {**info, "local_world_size": 1}, "run": ""})
+    gpu_locks.note_rank({"env": {}, "info": {**info, "local_rank": 1}, "run": ""})
     gpu_locks.note_rank({"env": {gpu_locks.QUEUED: "1"}, "info": info, "run": ""})
     gpu_locks.note_rank({"env": {"CUDA_VISIBLE_DEVICES": "GPU-8a,"}, "info": info, "run": "/none"})
-    assert noted == [([1], "night"), ([6], "")]
+    assert noted == [([0, 1], "night"), ([4, 6], ""), ([0, 1, 2], "")]

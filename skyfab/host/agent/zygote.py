@@ -305,7 +305,8 @@ def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited:
         os.close(fd)
     os.makedirs(cwd, mode=0o700, exist_ok=True)
     os.chdir(cwd)
-    if "RANK" in request["env"] and request["info"].get("accelerators"):
+    has_gpus = "RANK" in request["env"] or request["worker"].startswith("solo.gpu")
+    if has_gpus and request["info"].get("accelerators"):
         from skyfab.host.gpu_locks import note_rank
 
         note_rank(request)

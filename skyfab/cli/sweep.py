@@ -107,7 +107,7 @@ def sweep(
         run = compute.launch(started(plan), name=name)
         known = compute.inventory
     if detach:
-        tell_how_to_attach(run, name)
+        tell_how_to_attach(run, name, container=options.container)
         return 0
     return _show(run.id, hosts, known, results, follow=True, is_own=True)
 

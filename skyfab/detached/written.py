@@ -96,8 +96,10 @@ def to_fetch(host: Host, inventory: Inventory, workdir: str, inner: str = ".") -
 
     It is `skyfab get`, if that finds the host by its name; else scp, which copies the folder.
     """
+    is_listed = not host.inside or inventory.hosts.get(host.name) == host
+    word = host.name if is_listed else f"{host.name}/{host.container or host.apptainer}"
     try:
-        is_known = inventory.select(host.name) == (host,)
+        is_known = inventory.select(word) == (host,)
     except UsageError:
         is_known = False
     if not is_known:
@@ -105,7 +107,7 @@ def to_fetch(host: Host, inventory: Inventory, workdir: str, inner: str = ".") -
     is_gets = workdir == (project(current_folder()) if host.workdir == "auto" else host.workdir)
     place = inner if is_gets else posixpath.normpath(posixpath.join(path_of(host, workdir), inner))
     given = [] if inventory.source is None or inventory.is_found else [f"--inventory={inventory.source}"]
-    return f"{HINTS.program} {shlex.join(['get', *given, place, f'--hosts={host.name}', f'--to={host.name}'])}"
+    return f"{HINTS.program} {shlex.join(['get', *given, place, f'--hosts={word}', f'--to={host.name}'])}"
 
 
 def _scp(host: Host, inventory: Inventory, workdir: str) -> str:

@@ -225,7 +225,7 @@ def tell_files(nodes: Sequence[Node], inventory: Inventory, events: Events) -> N
         return
     waiting: list[tuple[Node, Reply]] = []
     for node in nodes:
-        is_kept = node.workdir.sent and node.host.transport != "local"
+        is_kept = node.workdir.sent and not node.host.is_here
         if node.lost is None and is_kept and node.session.responds:
             reply = Reply()
             with suppress(SkyfabError):

@@ -138,6 +138,18 @@ def test_commands_work_inside(skyfab: Skyfab, name: str, tmp_path: Path) -> None
     assert skyfab("gc").code == 0
 
 
+def test_files_that_are_written_inside_are_reported_with_the_command_that_fetches_them(
+    skyfab: Skyfab, name: str, tmp_path: Path
+) -> None:
+    (tmp_path / "write.py").write_text("open('model.pt', 'w').write('weights')")
+    for words, host in (["--hosts=dev"], "dev"), (["--hosts=local", f"--container={name}"], f"local/{name}"):
+        said = skyfab("run", *words, "write.py").err
+        command = f"skyfab get model.pt --hosts={host} --to={host.partition('/')[0]}"
+        assert command in said
+        assert skyfab(*command.split()[1:]).code == 0
+        assert (tmp_path / host.partition("/")[0] / "model.pt").read_text() == "weights"
+
+
 def test_an_environment_is_built_inside(dev: sky.Host) -> None:
     def prefix() -> str:
         import six  # type: ignore[import-untyped]

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from stage.fakes import FakeNode, packed, result
-from stage.remote import linger
-from stage.spot import Spot
+from stage.remote import leave, linger, wait_for
+from stage.spot import Spot, until
 from stage.threads import at_once
 
 import skyfab as sky
@@ -230,6 +230,27 @@ def test_a_pool_that_closes_ends_calls_with_gpus(open_pool: Callable[..., sky.Co
             future.result(10)
     pool.open()
     assert pool.submit(sky.function(use)(0), gpus=1).result()[1] == "0"
+
+
+def meet(path: str) -> str:
+    leave(path)
+    return wait_for(f"{path}.go")
+
+
+def test_a_call_with_gpus_ends_when_its_pool_is_detached(
+    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool]
+) -> None:
+    """It is not a part of the run."""
+    pool = open_pool("local", ranks=1, host={"gpus": (0,)})
+    alone = pool.submit(sky.function(linger)(spot / "pid"), gpus=1)
+    [pid] = spot.wait("pid").values()
+    pool.submit(sky.function(meet)(spot / "met"), on="all")
+    spot.wait("met")
+    run = pool.detach(name="apart")
+    until(lambda: not runs_on("here", int(pid)))
+    assert alone.done()
+    spot.leave("met.go")
+    assert run.result(60) == [""]
 
 
 def test_the_memory_cap_is_set_when_torch_loads_cuda(open_pool: Callable[..., sky.Compute]) -> None:

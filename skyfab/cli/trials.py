@@ -54,23 +54,19 @@ def _values(pattern: str) -> Sequence[str]:
         if not value:
             raise UsageError(f"an empty value in {pattern!r}", hint="a file of lines may have them: --grid=FILE")
         match = _RANGE.fullmatch(value)
-        found += [f"{name}={one}" for one in ([value] if match is None else _numbers(match[1], match[2], pattern))]
+        found += [f"{name}={one}" for one in ([value] if match is None else _numbers(match[1], match[2]))]
     return found
 
 
-def _numbers(first: str, last: str, pattern: str) -> range:
-    """The numbers of a range such as ``1..5``."""
+def _numbers(first: str, last: str) -> range:
     try:
-        found = range(int(first), int(last) + 1)
+        start, end = int(first), int(last)
     except ValueError:
-        raise UsageError(
-            f"{first}..{last} is not a range of whole numbers: {pattern}", hint="list them: 0.1,0.2"
-        ) from None
-    if not found:
-        raise UsageError(f"{first}..{last} gives no trial: {pattern}", hint=f"smallest first: {last}..{first}")
-    if int(last) - int(first) >= MOST:
-        raise UsageError(f"{first}..{last} gives more than {MOST:,} trials: {pattern}", hint="use fewer values")
-    return found
+        raise UsageError(f"{first}..{last}: a range has whole numbers", hint="list the values: 0.1,0.2") from None
+    if not 0 <= end - start < MOST:
+        how_many = "no trial" if end < start else f"more than {MOST:,} trials"
+        raise UsageError(f"{first}..{last} gives {how_many}", hint=f"as in 1..5: the smallest first, {MOST:,} at most")
+    return range(start, end + 1)
 
 
 def _lines(path: Path) -> list[tuple[str, ...]]:

@@ -39,7 +39,7 @@ def test_what_a_pattern_stands_for(pattern: str, values: list[str]) -> None:
         ([], "no trials"),
         (["lr="], "an empty value in 'lr='"),
         (["lr=1,,2"], "an empty value"),
-        (["seed=5..1"], r"5\.\.1 gives no trial: seed=5\.\.1"),
+        (["seed=5..1"], r"5\.\.1 gives no trial"),
         (["lr=0.1..0.5"], "whole numbers"),
         (["seed=1..100000000000000000000"], "more than 10,000 trials"),
         (["seed=1..200", "lr=1..200"], "40,000 trials: a sweep has at most 10,000"),

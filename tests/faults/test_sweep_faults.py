@@ -28,7 +28,7 @@ import os, sys, time
 import skyfab as sky
 
 number = int(sys.argv[1].partition("=")[2])
-with open(os.environ["SKYFAB_WORKDIR"] + "/begun", "a") as file:
+with open(f"{os.environ['SKYFAB_WORKDIR']}/begun.{os.environ['SEED']}", "a") as file:
     file.write(f"{number}\\n")
     file.flush()
     os.fsync(file.fileno())
@@ -45,10 +45,10 @@ def lab() -> Iterator[Lab]:
         yield lab
 
 
-def begun(lab: Lab) -> Counter[int]:
+def begun(lab: Lab, seed: int) -> Counter[int]:
     """How often each trial has begun, on hosts that are up."""
     folders = [host.path(home) for host in lab.hosts for home in ("/root", f"/home/{host.user}")]
-    files = [file for folder in folders for file in folder.glob(".cache/skyfab/files/*/begun")]
+    files = [file for folder in folders for file in folder.glob(f".cache/skyfab/files/*/begun.{seed}")]
     return Counter(int(line) for file in files for line in file.read_text().split())
 
 
@@ -65,7 +65,8 @@ def drivers(host: LabHost) -> list[int]:
 def test_each_of_200_trials_runs_once_or_is_lost_and_repeated(lab: Lab, tmp_path: Path, seed: int) -> None:
     chance = random.Random(seed)
     (tmp_path / "square.py").write_text(SCRIPT)
-    words = ["sweep", "square.py", f"number=1..{TRIALS}", "--slots=2", "--keep-going", f"--name=squares{seed}"]
+    words = ["sweep", "square.py", f"number=1..{TRIALS}", "--slots=2", "--keep-going", f"--env=SEED={seed}"]
+    words.append(f"--name=squares{seed}")
 
     def sweep(*words: str) -> tuple[int, str]:
         done = projects.skyfab(tmp_path, *words, inventory=lab.inventory, timeout=300)
@@ -73,7 +74,7 @@ def test_each_of_200_trials_runs_once_or_is_lost_and_repeated(lab: Lab, tmp_path
         return done.returncode, done.stdout
 
     assert sweep(*words, "--detach")[0] == 0
-    until(lambda: begun(lab).total() >= 20, "some trials run")
+    until(lambda: begun(lab, seed).total() >= 20, "some trials run")
     first, second, third, fourth = lab.hosts
     for host in (first, second, third):  # shorter than it takes to be noticed
         cable.silence([host])
@@ -90,7 +91,7 @@ def test_each_of_200_trials_runs_once_or_is_lost_and_repeated(lab: Lab, tmp_path
     trials = json.loads(text)
     assert [trial["trial"] for trial in trials] == list(range(1, TRIALS + 1))
     states = {trial["trial"]: trial["state"] for trial in trials}
-    counts = begun(lab)
+    counts = begun(lab, seed)
     print(Counter(states.values()), "begun:", counts.total())
     assert set(states.values()) == {"done", "lost"}
     assert code == 3
@@ -100,5 +101,5 @@ def test_each_of_200_trials_runs_once_or_is_lost_and_repeated(lab: Lab, tmp_path
 
     code, text = sweep(*words, "--resume", "--json=-")
     assert code == 0, text
-    again = begun(lab)
+    again = begun(lab, seed)
     assert all(again[number] - counts[number] == (state == "lost") for number, state in states.items())

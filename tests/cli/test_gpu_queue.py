@@ -82,7 +82,7 @@ class Queue:
             return re.fullmatch(f"waiting: {pattern}", found) is not None
 
         try:
-            until(is_so, timeout=30)
+            until(is_so, timeout=60)
         except AssertionError:
             raise AssertionError(f"{name}: {found}\n{[*self.find(name).logs()]}") from None
 
@@ -96,7 +96,7 @@ class Queue:
 
     def is_done(self, name: str) -> None:
         run = self.find(name)
-        until(lambda: run.status != "running", f"{name} is done", 30)
+        until(lambda: run.status != "running", f"{name} is done", 60)
         assert run.state == "done", [*run.logs()]
 
     def close(self) -> None:

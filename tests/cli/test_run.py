@@ -158,6 +158,7 @@ def test_the_commands_for_a_detached_run_have_the_name_that_it_was_given(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run: Any = SimpleNamespace(id="0123abcd4567", name=name or "train.py", hosts=["node1", "node2"], others=[])
+    run.function = "train.py"
     run.in_workdirs = list
     tell_how_to_attach(run, name)
     out, err = capsys.readouterr()
@@ -174,7 +175,8 @@ def test_a_detached_run_says_who_uses_the_folder_and_what_will_be_fetched(
     def started(id_: str, *folders: str) -> Any:
         hosts = [sky.Host(name=f"node{number}", workdir=folder) for number, folder in enumerate(folders, 1)]
         names = [host.name for host in hosts]
-        return SimpleNamespace(id=id_, name="train.py", hosts=names, others=[], in_workdirs=lambda: hosts)
+        about = {"id": id_, "name": "train.py", "function": "train.py", "hosts": names}
+        return SimpleNamespace(**about, others=[], in_workdirs=lambda: hosts)
 
     monkeypatch.chdir(tmp_path)
     run = started("0123abcd4567", "~/c/files/exp-4efb41e3.0123abcd", "~/c/files/exp-4efb41e3.0123abcd")

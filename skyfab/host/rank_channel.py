@@ -157,7 +157,7 @@ class Head:
 
     def _attend(self, guest: socket.socket) -> None:
         """Finds out if a peer is a rank, and if so, answers its requests until it goes."""
-        rank = None
+        rank, is_here = -1, False
         try:
             guest.settimeout(_GREETING)
             lines = _Lines(guest, self._secret, is_head=True)
@@ -170,6 +170,8 @@ class Head:
                 self._guests = [one for one in self._guests if one is not guest]
             rank = number
             lines.send({"welcome": rank})
+            lines.read()  # it has read that in time: else it tries again, and has not gone
+            is_here = True
             while True:
                 lines.send({"reply": self._handle(rank, lines.read())})
         except OSError:
@@ -177,10 +179,9 @@ class Head:
         finally:
             with self._lock:
                 self._guests = [one for one in self._guests if one is not guest]
-                if rank is not None:
-                    del self._ranks[rank]
+                self._ranks.pop(rank, None)
             guest.close()
-            if rank is not None and not self._is_closed:
+            if is_here and not self._is_closed:
                 self._gone(rank)
 
 
@@ -192,6 +193,7 @@ class Channel:
         self._lines = _Lines(connection, secret, is_head=False)
         self._lines.send({"rank": rank})
         self._lines.read()
+        self._lines.send({"joined": rank})
         self._lines.keep_alive()
         self._requesting = threading.Lock()
         self._replies: queue.SimpleQueue[Message | None] = queue.SimpleQueue()

@@ -230,6 +230,17 @@ def test_rank_0_notices_a_rank_that_goes(star: Star) -> None:
     assert again.request({}) == {"rank": 1}
 
 
+def test_a_rank_that_gave_up_while_it_connected_has_not_gone(star: Star) -> None:
+    """On a busy machine the first attempt may take too long: the rank tries again."""
+    connection = star.stranger()
+    lines = rank_channel._Lines(connection, SECRET, is_head=False)
+    lines.send({"rank": 1})
+    assert lines.read() == {"welcome": 1}
+    lines.close()
+    assert star.rank(1).request({}) == {"rank": 1}
+    assert not star.gone
+
+
 def test_a_rank_that_is_there_is_not_replaced(star: Star) -> None:
     first = star.rank(1)
     with pytest.raises(ChannelLost):

@@ -146,6 +146,8 @@ class CommandLine:
         known = [flag for action in self.parsers[command].actions for flag in action.option_strings]
         near = nearest(name.replace("_", "-"), known)
         typed = [f"{near}{equals}{value}" if one == word else one for one in words]
+        if (rest := self._commands[command].rest) is not None and not rest.option.follows:
+            help_ = f"options of the program follow after --: {help_}"
         return UsageError(f"unknown option {name}", hint=f"did you mean: {_typed(command, *typed)}" if near else help_)
 
 

@@ -147,7 +147,10 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["run", "no.py"], "error: no such file: no.py\n"),
         (["run", "node1", "x.py", "-a"], "hint: to name hosts: skyfab run --hosts=node1 x.py -a\n"),
         (["run", "--quux=3", "x.py"], "error: unknown option --quux\nhint: skyfab run --help\n"),
-        (["exec", "local", "ls", "-la"], "error: unknown option -la\nhint: skyfab exec --help\n"),
+        (
+            ["exec", "local", "ls", "-la"],
+            "error: unknown option -la\nhint: options of the program follow after --: skyfab exec --help\n",
+        ),
         (["train", "--epochs=ten"], "error: --epochs must be 1 or more, not 'ten'\n"),
         (["train", "--ranks=0"], "error: --ranks must be 1 or more, not '0'\n"),
         (["logs", "night", "--rank=-1"], "error: --rank must be 0 or more, not '-1'\n"),

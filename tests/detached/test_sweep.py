@@ -148,6 +148,22 @@ def test_shares_of_gpus_are_slots_too(project: Project) -> None:
     assert Counter(one["values"]["gpu"] for one in found[:8]) == {"0": 4, "1": 4}
 
 
+def test_a_share_of_a_gpu_limits_the_memory_of_torch(project: Project, tmp_path: Path) -> None:
+    """Seen by a package of that name, which is asked for what torch's own does when CUDA is first used."""
+    (tmp_path / "torch" / "cuda").mkdir(parents=True)
+    (tmp_path / "torch" / "__init__.py").touch()
+    lines = [
+        "limits = []",
+        "_lazy_call = lambda call: call()",
+        "set_per_process_memory_fraction = lambda *a: limits.append(a)",
+    ]
+    (tmp_path / "torch" / "cuda" / "__init__.py").write_text("\n".join(lines))
+    text = "import torch.cuda, sys, skyfab\nskyfab.report(limits=str(torch.cuda.limits), words=str(sys.argv[1:]))\n"
+    (tmp_path / "capped.py").write_text(text)
+    (found,) = json.loads(project.sweep("capped.py", "seed=1", "--gpus=0.5", "--json=-"))
+    assert found["values"] == {"limits": "[(0.5, 0)]", "words": "['seed=1']"}
+
+
 @pytest.mark.slow
 def test_a_failure_stops_new_trials_and_resume_repeats_what_is_not_done(project: Project) -> None:
     words = ("trial.py", "--name=night", "--slots=1", "seed=6..12")
@@ -259,7 +275,7 @@ def test_ctrl_c_asks_whether_to_stop_or_detach(project: Project, choice: str) ->
         (["nothing.py", "seed=1"], "no such file: nothing.py"),
         (["trial.py"], "no trials"),
         (["trial.py", "seed=5..1"], "gives no trial"),
-        (["trial.py", "--lr=1,2"], "unknown option --lr"),
+        (["trial.py", "--lr=1,2"], "unknown option --lr\nhint: options of the program follow after --"),
         (["trial.py", "seed=1", "--gpus=1.5"], "invalid gpus='1.5': expected a whole number"),
         (["trial.py", "seed=1", "--resume", "--name=unknown"], "no run 'unknown'"),
         (["unknown"], "no run 'unknown'"),

@@ -30,7 +30,11 @@ class GpuOptions:
     when_free: Annotated[bool, Option("wait until the GPUs are free, first come first served")] = False
     priority: Annotated[
         str,
-        Option("low: give way to runs of normal priority that wait: SIGTERM, 30 s for a checkpoint, queued again", "P"),
+        Option(
+            "low: wait for GPUs, and give way to runs of normal priority that wait: SIGTERM, 30 s for a checkpoint, "
+            "queued again",
+            "P",
+        ),
     ] = "normal"
 
     @property
@@ -67,7 +71,7 @@ class GpuOptions:
             raise UsageError(f"--gpus={self.gpus or 1}: {has}", hint="name other hosts, or fewer GPUs")
         policy: dict[str, Any] = {
             "count": self.gpus,
-            "wait": self.when_free,
+            "wait": self.when_free or self.priority == "low",
             "low": self.priority == "low",
             "run": name,
             "secret": secrets.token_hex(32),

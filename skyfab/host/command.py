@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import sys
 
 from skyfab import context
 from skyfab.errors import HostUnfit, WorkerDied
+from skyfab.host.agent.zygote import end_children
 
 TYPE_CHECKING = False  # as in all modules that hosts import
 if TYPE_CHECKING:
@@ -60,6 +62,19 @@ def start(words: Sequence[str], *, port: int = 0, env: Mapping[str, str] | None 
         raise HostUnfit(f"command not found: {words[0]}", rank=info.rank, hint=hint) from None
     except (OSError, ValueError) as error:
         raise HostUnfit(f"cannot start {words[0]}: {error}", rank=info.rank) from None
+
+
+def end(program: Program, grace: float) -> None:
+    """Ends a program and all that it has started, `grace` seconds after SIGTERM.
+
+    The signal goes to the process group: this process must ignore it, and be the subreaper of what it has started.
+    """
+    os.killpg(0, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        program.wait(grace)
+    program.kill()
+    program.wait()
+    end_children()
 
 
 def how_it_ended(code: int) -> str:

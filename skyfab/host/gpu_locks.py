@@ -68,7 +68,9 @@ class Lease:
         gpus, count, run = said["gpus"], said["count"], said["run"]
         if not (0 < len(gpus) <= _GPUS and all(type(gpu) is int and 0 <= gpu < _GPUS for gpu in gpus)):
             raise ValueError("invalid GPUs")
-        if type(count) is not int or not 0 <= count <= _GPUS or type(run) is not str or type(said["low"]) is not bool:
+        if type(count) is not int or not 0 <= count <= _GPUS or type(run) is not str:
+            raise ValueError("invalid lease")
+        if type(said["low"]) is not bool or type(said["waits"]) is not bool:
             raise ValueError("invalid lease")
         self.kind = kind
         self.gpus = tuple(gpus)
@@ -76,6 +78,8 @@ class Lease:
         self.count = max(1, count)
         self.run = "".join(letter for letter in run[:80] if letter.isprintable())
         self.low = said["low"]
+        self.waits = said["waits"]
+        """For a ticket: GPUs of low priority are freed for it. One that does not wait is soon withdrawn."""
         self.uid = about.st_uid
         self.since = about.st_ctime
         self.order = (self.low, about.st_ctime_ns, about.st_ino)
@@ -192,7 +196,7 @@ def note_use(gpus: Sequence[int], run: str = "", folder: str = FOLDER) -> None:
     """Tells others that this process uses GPUs, until it ends. Nothing waits for it, and nothing is refused."""
     look(folder)  # removes what earlier processes have left
     with contextlib.suppress(OSError):
-        _File(folder, "use", _said(gpus, len(gpus), run, low=False))
+        _File(folder, "use", _said(gpus, len(gpus), run))
 
 
 def note_rank(request: dict[str, Any]) -> None:
@@ -220,8 +224,8 @@ def visible(env: Mapping[str, str], count: int) -> list[int]:
     return [int(word) for word in words if word.strip().isdecimal()]
 
 
-def _said(gpus: Iterable[int], count: int, run: str, *, low: bool) -> dict[str, Any]:
-    return {"gpus": list(gpus), "count": count, "run": run[:80], "low": low}
+def _said(gpus: Iterable[int], count: int, run: str, *, low: bool = False, waits: bool = False) -> dict[str, Any]:
+    return {"gpus": list(gpus), "count": count, "run": run[:80], "low": low, "waits": waits}
 
 
 # ---- claims
@@ -234,12 +238,21 @@ class Claim:
     """
 
     def __init__(
-        self, count: int, among: Sequence[int], run: str = "", *, low: bool = False, folder: str = FOLDER
+        self,
+        count: int,
+        among: Sequence[int],
+        run: str = "",
+        *,
+        low: bool = False,
+        waits: bool = True,
+        folder: str = FOLDER,
     ) -> None:
+        """With `low` priority, others come first; for one that `waits`, those of low priority give way."""
         self._count = count
         self._among = tuple(among)
         self._run = run
         self._low = low
+        self._waits = waits
         self._folder = folder
         self._ticket: _File | None = None
         self._hold: _File | None = None
@@ -251,6 +264,8 @@ class Claim:
         self.gpus: tuple[int, ...] = ()
         """Those that it holds."""
         self.reason = ""
+        self.warning = ""
+        """Why it is not known whether other programs use GPUs, if that is so."""
 
     def try_take(self) -> bool:
         """Takes its place in the queue the first time; takes the GPUs if it is the first, and they are free.
@@ -260,7 +275,8 @@ class Claim:
         if self._hold is not None:
             return True
         if self._ticket is None:
-            self._ticket = _File(self._folder, "ticket", _said(self._among, self._count, self._run, low=self._low))
+            said = _said(self._among, self._count, self._run, low=self._low, waits=self._waits)
+            self._ticket = _File(self._folder, "ticket", said)
         chosen = self._choose(look(self._folder))
         if not chosen:
             return False
@@ -312,7 +328,9 @@ class Claim:
         """GPUs that programs use, with or without skyfab, as the tools say."""
         now = time.monotonic()
         if now >= self._busy_until:
-            found = {gpu["index"] for gpu in look_at_gpus()["gpus"] if _is_busy(gpu)}
+            looked = look_at_gpus()
+            self.warning = looked.get("gpu_error") or ""
+            found = {gpu["index"] for gpu in looked["gpus"] if _is_busy(gpu)}
             self._pause = min(2 * self._pause, _PAUSES[1]) if found and found == self._busy else _PAUSES[0]
             self._busy, self._busy_until = found, now + self._pause
         return self._busy
@@ -323,7 +341,7 @@ class Claim:
         Of several holds of low priority, the latest give way first.
         """
         leases = look(self._folder)
-        waiting = (one for one in leases if one.kind == "ticket" and not one.low)
+        waiting = (one for one in leases if one.kind == "ticket" and one.waits and not one.low)
         wanted = next((one for one in waiting if one.overlaps(self.gpus)), None)
         if self._hold is None or wanted is None:
             return False
@@ -347,7 +365,7 @@ class Claim:
 
 def hold_free(gpus: Sequence[int]) -> tuple[tuple[int, ...], str]:
     """Takes those that are free, until this process ends; or says why there are none. Another claim may withdraw."""
-    claim = Claim(0, gpus)
+    claim = Claim(0, gpus, waits=False)
     until = time.monotonic() + REFUSE
     while gpus and not claim.try_take() and time.monotonic() < until:
         time.sleep(0.1)

@@ -13,7 +13,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -21,6 +20,7 @@ import time
 from skyfab import context
 from skyfab.errors import HostLost, HostUnfit, WorkerDied
 from skyfab.host import command, phase
+from skyfab.host.agent.zygote import SUBREAPER, prctl
 from skyfab.host.gpu_locks import REFUSE, Claim, visible
 from skyfab.host.rank_channel import Channel, ChannelLost, Head
 
@@ -82,6 +82,7 @@ class _Rank:
         self._refuse_at = 0.0
         self._program: command.Program | None = None
         self._said = ""
+        prctl(SUBREAPER, 1)  # what a program leaves running when it is stopped becomes our child
 
     def run(self) -> int:
         """The exit code of the program."""
@@ -115,7 +116,8 @@ class _Rank:
         count = self._policy["count"] or len(gpus)
         if not 0 < count <= len(gpus):
             raise HostUnfit(f"it has {len(gpus)} GPUs, but the run needs {max(1, count)}", rank=0)
-        self._claim = Claim(count, gpus, self._policy["run"], low=self._policy["low"])
+        low, waits = self._policy["low"], self._policy["wait"]
+        self._claim = Claim(count, gpus, self._policy["run"], low=low, waits=waits)
         self._refuse_at = time.monotonic() + REFUSE
         self._look(self._claim)
 
@@ -125,9 +127,10 @@ class _Rank:
             if self._policy["low"] and claim.should_give_way():
                 self._channel.request({"op": "give_way"})
         elif claim.try_take():
-            self._channel.request({"op": "taken", "gpus": claim.gpus})
-        elif not self._policy["wait"] and time.monotonic() > self._refuse_at:
-            self._channel.request({"op": "refused", "reason": claim.reason.partition(", ")[2]})
+            self._channel.request({"op": "taken", "gpus": claim.gpus, "warning": claim.warning})
+        elif not self._policy["wait"]:
+            if time.monotonic() > self._refuse_at:
+                self._channel.request({"op": "refused", "reason": claim.reason.partition(", ")[2]})
         elif claim.reason != self._said:
             self._said = claim.reason
             self._channel.request({"op": "waits", "reason": claim.reason})
@@ -153,12 +156,7 @@ class _Rank:
         """Ends the program, after SIGTERM and a grace if there is one, and releases the GPUs."""
         program, self._program = self._program, None
         if program is not None:
-            if grace:
-                program.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                program.wait(grace)
-            program.kill()
-            program.wait()
+            command.end(program, grace)
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if self._claim is not None:
             self._claim.release()
@@ -218,6 +216,9 @@ class _Queue:
         if self._state != "taking":
             return
         self._gpus[self._ranks[rank]["node"]] = message["gpus"]
+        if message["warning"]:
+            text = f"{message['warning']}: programs that use GPUs without skyfab are not seen"
+            print(f"{self._ranks[rank]['host'][0]}: {text}", file=sys.stderr, flush=True)
         self._waiting.remove(rank)
         if self._waiting:
             self.head.push({"op": "take"}, self._waiting[0])

@@ -16,7 +16,7 @@ import time
 
 from skyfab import context
 from skyfab.errors import HostUnfit
-from skyfab.host.agent.zygote import end_children, prctl
+from skyfab.host.agent.zygote import SUBREAPER, end_children, prctl
 
 TYPE_CHECKING = False  # as in all modules that hosts import
 if TYPE_CHECKING:
@@ -31,8 +31,8 @@ _LINES = 5
 _ATTEMPTS = 3
 _TAKEN = "already occupied"
 """What Ray says if another process has taken the port of the dashboard."""
-_SUBREAPER, _DEATH_SIGNAL = 36, 1
-"""Settings of prctl."""
+_DEATH_SIGNAL = 1
+"""A setting of prctl."""
 
 
 class RayNode:
@@ -51,7 +51,7 @@ class RayNode:
         if pid := _running():
             hint = "`ray stop` ends it; if a killed skyfab program had started it, it ends by itself within the lease"
             raise HostUnfit(f"another Ray of this user runs there, pid {pid}", host=host, hint=hint)
-        prctl(_SUBREAPER, 1)  # Ray's processes stay our descendants, whatever becomes of their parents
+        prctl(SUBREAPER, 1)  # Ray's processes stay our descendants, whatever becomes of their parents
         self._folder = tempfile.mkdtemp(prefix="ray-", dir=context.own_folder())
         self._place = os.open(self._folder, os.O_RDONLY)
         self._process: subprocess.Popen[bytes] | None = None

@@ -10,7 +10,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
 import threading
 import time
 import urllib.request
@@ -18,8 +17,8 @@ import urllib.request
 from skyfab import context
 from skyfab.errors import HostUnfit, WorkerDied
 from skyfab.host import phase
-from skyfab.host.agent.zygote import end_children, prctl
-from skyfab.host.command import how_it_ended, start
+from skyfab.host.agent.zygote import SUBREAPER, end_children, prctl
+from skyfab.host.command import end, how_it_ended, start
 from skyfab.host.rank_channel import Channel, ChannelLost, Head
 
 TYPE_CHECKING = False  # as in all modules that hosts import
@@ -42,7 +41,6 @@ _SETTLE = 3.0
 """Seconds until the loss of another rank counts as a failure: if the run is stopped, its hosts are not at once."""
 _TAIL = 1024 * 1024
 """Bytes of recent output that are searched for a text."""
-_SUBREAPER = 36
 
 
 def serve(
@@ -78,7 +76,7 @@ class _Rank:
         self._folder = folder
         self._process: Program | None = None
         self._is_ending = self._is_stopped = False
-        prctl(_SUBREAPER, 1)  # what a killed program leaves running becomes our child
+        prctl(SUBREAPER, 1)  # what a killed program leaves running becomes our child
         signal.signal(signal.SIGTERM, self._terminated)
 
     def _terminated(self, *_: object) -> None:
@@ -109,13 +107,9 @@ class _Rank:
     def end(self) -> None:
         """Ends the program and all that it has started."""
         self._is_ending = True
-        os.killpg(0, signal.SIGTERM)
-        if self._process is not None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_GRACE)
-            self._process.kill()
-            self._process.wait()
-            self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            end(process, _GRACE)
         end_children()
         self._is_ending = False
 

@@ -51,7 +51,7 @@ class Queue:
             path = folder / f"{user}.toml"
             path.write_text(replace(known, hosts=hosts).to_toml())
             self.inventories[user] = path
-        self._names: list[tuple[str, str]] = []
+        self.names: list[tuple[str, str]] = []
 
     def run(self, *words: str, user: str = "ada", hosts: str = "node1") -> Ran:
         return self._skyfab("run", f"--inventory={self.inventories[user]}", f"--hosts={hosts}", *words)
@@ -61,10 +61,10 @@ class Queue:
         told = ("work.py", name, self.spot / "")
         ran = self.run("--when-free", "--detach", f"--name={name}", *words, *told, user=user, hosts=hosts)
         assert ran.code == 0, ran.err
-        self._names.append((name, user))
+        self.names.append((name, user))
 
     def find(self, name: str) -> Run:
-        user = dict(self._names)[name]
+        user = dict(self.names)[name]
         return sky.attach(name, inventory=self.inventories[user])
 
     def go(self, *names: str) -> None:
@@ -100,7 +100,7 @@ class Queue:
         assert run.state == "done", [*run.logs()]
 
     def close(self) -> None:
-        for name, _ in self._names:
+        for name, _ in self.names:
             self.find(name).stop()
 
 
@@ -219,6 +219,38 @@ def test_low_priority_gives_way(queue: Queue) -> None:
     until(lambda: queue.runs("low", 2) == ["0,1", "0,1"])
     queue.go("low")
     queue.is_done("low")
+
+
+def test_a_run_that_does_not_wait_leaves_those_of_low_priority_alone(queue: Queue) -> None:
+    queue.start("low", "--gpus=2", "--priority=low")
+    queue.runs("low")
+    ran = queue.run("--gpus=2", "work.py", "x", "y", user="root")
+    assert ran.code != 0
+    assert "not enough free GPUs: after ada's low" in ran.err
+    assert "waiting for GPUs" not in ran.err
+    assert queue.spot.notes("low.checkpoint") == {}
+    queue.go("low")
+    queue.is_done("low")
+
+
+def test_what_a_program_of_low_priority_has_started_ends_when_it_gives_way(queue: Queue, namespaces: Lab) -> None:
+    """Also without --when-free, such a run is queued again."""
+    program = "trap '' TERM; sleep 9876543 & trap - TERM; wait"
+    ran = queue.run("--gpus=2", "--priority=low", "--detach", "--name=low", "--", "sh", "-c", program)
+    assert ran.code == 0, ran.err
+    queue.names.append(("low", "ada"))
+
+    def is_there() -> bool:
+        return any(process.cmdline[:2] == ("sleep", "9876543") for process in namespaces["node1"].processes())
+
+    until(is_there)
+    queue.start("urgent", "--gpus=1", user="root")
+    queue.runs("urgent")
+    assert not is_there()
+    queue.waits("low", "1st, after root's urgent .*")
+    queue.go("urgent")
+    queue.is_done("urgent")
+    until(is_there)
 
 
 def test_without_waiting_gpus_in_use_are_an_error(queue: Queue) -> None:

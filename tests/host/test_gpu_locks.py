@@ -28,7 +28,7 @@ USERS = (61001, 61002, 61003) if os.geteuid() == 0 else (os.geteuid(),) * 3
 """Three users; where this one cannot become another, three times the same."""
 LONG = 60.0
 """Seconds after which something that must happen is missing."""
-SAID = {"gpus": [0], "count": 1, "run": "night", "low": False}
+SAID = {"gpus": [0], "count": 1, "run": "night", "low": False, "waits": True}
 
 
 @pytest.fixture
@@ -459,6 +459,7 @@ _BAD: tuple[dict[str, object], ...] = (
     {"count": 10**30},
     {"run": None},
     {"low": "no"},
+    {"waits": 1},
 )
 
 

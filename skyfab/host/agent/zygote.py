@@ -24,6 +24,8 @@ _PIECE = 64 * 1024
 """Bytes in a packet; longer data is split. The system refuses packets of more than about 200 kB."""
 _MOST_FDS = 4096
 """Descriptors of an agent without workers have lower numbers."""
+SUBREAPER = 36
+"""The option of `prctl` that makes a process the parent of orphaned descendants."""
 _MARK, _DIGITS = "SKYFAB_FORKED", 10
 _LAST, _MORE = b".", b"+"
 """The first byte of a packet: the last one of a request, or more follow."""
@@ -140,7 +142,7 @@ def _serve(control: socket.socket) -> None:
     children: dict[int, int] = {}
     own = {control.fileno(), wakeup_in, wakeup_out}
     parent = os.getpid()
-    prctl(36, 1)  # orphaned descendants of workers become our children, whatever session or group they are in
+    prctl(SUBREAPER, 1)  # orphaned descendants of workers become our children, whatever session or group they are in
     try:
         _attend(control, wakeup_in, children, lambda request, fds: _become_worker(request, fds, cwd, own, parent))
     finally:

@@ -146,8 +146,7 @@ class Run(ShownAsTable):
 
     def _asker_of_all(self, **options: Any) -> Asker:
         """Raises UsageError if a host of the run was neither queried nor is in the inventory."""
-        unknown = [name for name in self.hosts if self._host(name) is None]
-        if unknown:
+        if unknown := [name for name in self.hosts if self._host(name) is None]:
             raise UsageError(
                 f"run {self.id[:8]} is also on {', '.join(unknown)}, which the inventory does not list",
                 hint="name all of its hosts: --hosts=… (attach(hosts=…)); one that has a new name must respond",
@@ -410,12 +409,13 @@ def attach(
 
 @contextmanager
 def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any", soon: bool = False) -> Iterator[Run]:  # noqa: A002
-    """As `attach`; connections stay open during the block. With `soon`, slow hosts are left out if others have it."""
+    """As `attach`; connections stay open in the block. With `soon`, slow hosts are left out if others have the run."""
     if not id:  # else it would be the beginning of every id
         raise UsageError("no run was named", hint="to list runs: skyfab runs")
     with _asker_of(Inventory.of(inventory), hosts) as asker:
         asker.soon = soon
-        run = _find(id, asker, results, is_named=hosts is not None)
+        with left_running(id):  # it may just have been started
+            run = _find(id, asker, results, is_named=hosts is not None)
         run.asker = asker
         try:
             yield run

@@ -287,15 +287,16 @@ class Compute(ShownAsTable):
             close_all(self._nodes.nodes)  # stops another thread that may be connecting
             self._sync.close()  # a call that was interrupted by closing may have begun to watch again
             return
-        try:
-            self._around.close()
-            tell_files(self.hosts, self.inventory, self.events)
-            self._nodes.recovery.close()
-        finally:
-            with self._closing, SIGNAL_GUARD:  # its hosts end also if a handler raises now
-                self._open = False
-                _open_pools.discard(self)
-                self._stop()
+        with self._closing:
+            try:
+                self._around.close()
+                tell_files(self.hosts, self.inventory, self.events)
+                self._nodes.recovery.close()
+            finally:
+                with SIGNAL_GUARD:  # its hosts end also if a handler raises now
+                    self._open = False
+                    _open_pools.discard(self)
+                    self._stop()
 
     def _stop(self) -> None:
         self._forwards.close()
@@ -464,6 +465,7 @@ class Compute(ShownAsTable):
             detacher.start_gang(lambda: broadcasts.new_gang(broadcasts.spec(nodes, packed.tree), job), tree, packed)
         else:
             detacher.start_one(self._nodes.solo_spec, tree, packed)
+        self._closing.enter_context(failure.left_running(detacher.id[:8]))
         return self._launched(detacher, chosen)
 
     def detach(self, *, name: str | None = None) -> Run:

@@ -57,14 +57,15 @@ def _once(inventory: Inventory, hosts: Sequence[Host], *, as_json: bool) -> int:
     from skyfab.detached.run import runs_of
     from skyfab.inspect.survey import SURVEY
     from skyfab.inspect.top.monitor import RUNS
+    from skyfab.inspect.top.snapshot import is_older
     from skyfab.session.ask import Asker
 
     with Asker(hosts, inventory) as asker:
         surveys = asker.ask(SURVEY)
-        parts = [
-            part for one in asker.ask(RUNS, [one.host for one in surveys if not one.error]) for part in one.answer or ()
-        ]
-    runs = runs_of(parts, inventory, hosts, "data")
+        asked = asker.ask(RUNS, [one.host for one in surveys if not one.error])
+    answered = {one.host.name for one in asked if not one.error}
+    runs = runs_of([part for one in asked for part in one.answer or ()], inventory, hosts, "data")
+    runs = [run for run in runs if not is_older(run, answered)]
     found = [Facts.of(one) for one in surveys]
     if as_json:
         report.print_json({"hosts": found, "runs": [facts_of(run) for run in runs]})

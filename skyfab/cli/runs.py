@@ -129,7 +129,8 @@ def _busy(run: Run) -> str:
     usages = [gpu for part in run.parts for gpu in part.gpus or ()]
     known = [gpu.percent for gpu in usages if gpu.percent is not None]
     if run.state != "running" or not known:
-        return "–" if any(part.gpus is None for part in run.parts) else str(len(usages))
+        is_known = usages and all(part.gpus is not None for part in run.parts)
+        return str(len(usages)) if is_known else "–"  # without a vendor's tool, a host lists none that it has
     return f"{len(usages)} at {sum(known) / len(known):.0f} %"
 
 

@@ -136,7 +136,7 @@ def night(folder: Path) -> Path:
 
 RUNS = """\
 run       state  started           ranks  GPUs  hosts  name   last line
-abcdef01  done   2001-09-09 01:46      2  0     here   night  last
+abcdef01  done   2001-09-09 01:46      2  –     here   night  last
 """
 
 

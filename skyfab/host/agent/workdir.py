@@ -86,7 +86,7 @@ def _copy(origin: str, folder: str) -> None:
         with open(f"{draft}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not os.path.isdir(folder):
-                print(f"another run uses {origin}: this one works in a copy, {folder}", file=sys.stderr)
+                print("another run uses the folder of this project: this one works in a copy", file=sys.stderr)
                 shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
                 os.mkdir(draft, mode=0o700)
                 for path, folders, names in os.walk(origin):

@@ -89,7 +89,9 @@ class Batch:
         if "memory" in text and isinstance(found.get("free"), int) and isinstance(found.get("total"), int):
             text += f" ({found['free'] / 2**30:.1f} GiB free of {found['total'] / 2**30:.1f})"
         called = f"{op or 'an operation'}({shapes})" + (f" at {line}" if line else "")
-        return DeviceError.of(str(found.get("kind")), f"{called} failed: {text}", host=host)
+        own = "import a module of your own before compute.device(…); for a package: Image(pip=[…])"
+        hint = own if found.get("kind") == "ModuleNotFoundError" else None
+        return DeviceError.of(str(found.get("kind")), f"{called} failed: {text}", host=host, hint=hint)
 
     def is_wanted(self) -> bool:
         return True

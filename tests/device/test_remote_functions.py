@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,6 +57,17 @@ def test_what_a_function_raises(device: Any) -> None:
     with pytest.raises(sky.UsageError, match="not a remote device"):
         sky.run_on(torch.device("cpu"), fail)
     assert sky.run_on(device, lambda: 1) == 1
+
+
+def test_a_module_that_was_imported_after_the_device_was_opened(
+    remote_pool: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "imported_late.py").write_text("def one():\n    return 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    late = importlib.import_module("imported_late")
+    with pytest.raises(sky.DeviceError, match="No module named 'imported_late'") as error:
+        sky.run_on(remote_pool.device("cpu"), late.one)
+    assert "import a module of your own before compute.device(…)" in str(error.value.hint)
 
 
 def test_tensors_of_other_devices_are_refused(device: Any, other: Any) -> None:

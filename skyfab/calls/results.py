@@ -144,6 +144,12 @@ def _exception(
     return RemoteError(f"{name}: {message.text}", kind=message.kind, host=host, rank=rank)
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """Adds a line to an error. An exception of the user's may refuse attributes, or have unusual `__notes__`."""
+    with contextlib.suppress(Exception):
+        vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]  # `add_note` is missing before Python 3.11
+
+
 def _noted(error: BaseException, host: str) -> str:
     """Adds a hint to the user's exception, as a note. Before Python 3.11 returns it, to be shown with the traceback."""
     note = _note(error, host)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.call import as_function
+from skyfab.calls.results import add_note
 from skyfab.calls.stream import Offered
 from skyfab.errors import HostLost
 from skyfab.host.agent.actors import RemoteHandle
@@ -34,8 +35,8 @@ def run_trials(
     *,
     n_trials: int,
     gpus: float | None,
-    catch: tuple[type[Exception], ...] = (),
-    callbacks: Sequence[Callable[[optuna.Study, Any], None]] = (),
+    catch: tuple[type[Exception], ...],
+    callbacks: Sequence[Callable[[optuna.Study, Any], None]],
 ) -> None:
     """Runs trials, as many at a time as fit. What has not ended at Ctrl-C, or if one raises, is stopped and fails."""
     from optuna import TrialPruned
@@ -63,6 +64,7 @@ def run_trials(
                     del running[trial]
                 caught = catch if all(node.lost for node in pool.hosts) else (*catch, HostLost)
                 if error is not None and state is TrialState.FAIL and not isinstance(error, caught):
+                    add_note(error, f"in the study: trial {ended.number}, {ended.params}")
                     raise error
                 for callback in callbacks:
                     callback(study, ended)

@@ -597,16 +597,25 @@ class Compute(ShownAsTable):
         nodes = [node for node in self.hosts if node.lost is None] or self.hosts
         return DaskCluster(self, nodes, peer_addresses(nodes), workers=workers, threads=threads)
 
-    def study(self, study: optuna.Study, objective: Any, *, n_trials: int, gpus: _Gpus = None, **options: Any) -> None:
+    def study(
+        self,
+        study: optuna.Study,
+        objective: Any,
+        *,
+        n_trials: int,
+        gpus: _Gpus = None,
+        catch: tuple[type[Exception], ...] = (),
+        callbacks: Sequence[Callable[[optuna.Study, Any], None]] = (),
+    ) -> None:
         """Runs `n_trials` trials of an Optuna study on the hosts, as many at a time as fit (docs/engines.md).
 
-        `objective` is a function of a trial, `gpus` as for `submit`. `options` are `catch` and `callbacks` of Optuna's
+        `objective` is a function of a trial, `gpus` as for `submit`, `catch` and `callbacks` as for Optuna's
         ``study.optimize``. If the host of a trial is lost, the trial fails, and the others continue.
         """
         from skyfab.engines.study import run_trials
 
         self._check_open()
-        run_trials(self, study, objective, n_trials=n_trials, gpus=gpus, **options)
+        run_trials(self, study, objective, n_trials=n_trials, gpus=gpus, catch=catch, callbacks=callbacks)
 
     def put(self, obj: T) -> Ref[T]:
         """Returns a reference to pass to calls instead of `obj`, which is then sent to each host only once.

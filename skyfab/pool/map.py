@@ -17,6 +17,7 @@ from typing import Any, Final
 
 from skyfab.calls.call import Call, Errors
 from skyfab.calls.pack import PackedCall, pack_arguments
+from skyfab.calls.results import add_note
 from skyfab.errors import ProtocolError, RemoteTraceback, printable
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.scheduler import Scheduler
@@ -169,10 +170,10 @@ def _say_which(error: BaseException, calls: Sequence[Call[Any]], first: int, cou
     else:
         index = first + inner
         note = f"in the map: item {index}, {_short(calls[index].args)}"
-    with suppress(Exception):  # an exception of the user's may refuse attributes, or have unusual `__notes__`
-        if inner is not None:
+    add_note(error, note)
+    if inner is not None:
+        with suppress(Exception):  # an exception of the user's may refuse attributes
             vars(error)["item_index"] = first + inner
-        vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]  # `add_note` is missing before Python 3.11
 
 
 def _short(arguments: tuple[Any, ...]) -> str:

@@ -94,6 +94,17 @@ def test_a_failure_ends_the_study_and_all_trials(pool: sky.Compute, study: Any) 
     assert sky.function(len)("four") >> pool == 4
 
 
+def test_an_error_says_which_trial_and_its_parameters(pool: sky.Compute, study: Any) -> None:
+    def fails(trial: Any) -> float:
+        if trial.suggest_categorical("lr", [0.5]) and trial.number == 2:
+            raise ZeroDivisionError
+        return 1.0
+
+    with pytest.raises(ZeroDivisionError) as error:
+        pool.study(study, fails, n_trials=3)
+    assert "in the study: trial 2, {'lr': 0.5}" in error.value.__notes__
+
+
 def test_failures_that_are_caught_and_values_that_are_none(pool: sky.Compute, study: Any) -> None:
     def mixed(trial: Any) -> Any:
         if trial.number % 3 == 0:
@@ -159,8 +170,8 @@ def test_a_study_goes_on_where_it_was(pool: sky.Compute, study: Any) -> None:
 def test_mistakes(pool: sky.Compute, study: Any) -> None:
     with pytest.raises(sky.UsageError, match="3 free GPUs for"):
         pool.study(study, parabola, n_trials=1, gpus=3)
-    with pytest.raises(TypeError, match="wrong"):
-        pool.study(study, parabola, n_trials=1, wrong=1)
+    with pytest.raises(TypeError, match=r"study\(\) got an unexpected keyword argument 'wrong'"):
+        pool.study(study, parabola, n_trials=1, wrong=1)  # type: ignore[call-arg]
     assert study.trials == []
     lock = threading.Lock()
     with pytest.raises(sky.NotPicklable):

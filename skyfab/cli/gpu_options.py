@@ -25,14 +25,14 @@ class GpuOptions:
 
     gpus: Annotated[
         int | None,
-        Option("run on this number of GPUs of each host that nobody else uses, with a rank for each", "N"),
+        Option("take N GPUs of each host that nobody else uses, with a rank for each", "N"),
     ] = None
     when_free: Annotated[bool, Option("wait until the GPUs are free, first come first served")] = False
     priority: Annotated[
         str,
         Option(
-            "low: wait for GPUs, and give way to runs of normal priority that wait: SIGTERM, 30 s for a checkpoint, "
-            "queued again",
+            "low: wait for GPUs, and give way to runs of normal priority: the program gets SIGTERM, has 30 s for a "
+            "checkpoint, and waits again",
             "P",
         ),
     ] = "normal"
@@ -68,7 +68,7 @@ class GpuOptions:
         few = {node.name: len(node.gpus) for node in compute.hosts if len(node.gpus) < (self.gpus or 1)}
         if few:
             has = ", ".join(f"{host} has {counted(count, 'GPU')}" for host, count in few.items())
-            raise UsageError(f"--gpus={self.gpus or 1}: {has}", hint="name other hosts, or fewer GPUs")
+            raise UsageError(f"--gpus={self.gpus or 1}: {has}", hint="choose other hosts, or fewer GPUs")
         policy: dict[str, Any] = {
             "count": self.gpus,
             "wait": self.when_free or self.priority == "low",

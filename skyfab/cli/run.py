@@ -60,8 +60,8 @@ def run(
     {nodes}, {head} and {port} in its words are replaced. Its files are those of the working folder: --sync copies
     the current folder there.
 
-    --gpus takes GPUs that nobody uses, with skyfab or without, or fails and says who uses them. --when-free waits for
-    them (skyfab runs says for whom); with --detach on the hosts, without this machine.
+    --gpus takes GPUs that nobody uses, with skyfab or without, or fails and says who uses them. --when-free waits
+    for them instead; skyfab runs says for whom. With --detach, the run waits on the hosts without this machine.
 
         skyfab run --hosts=node1,node2 train.py --epochs 3
         skyfab run --hosts=node1 --sync --get='ckpt/*' train.py

@@ -34,9 +34,9 @@ Timestamps = Annotated[bool, Option("show when each line was written, by the clo
 def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = False) -> int:
     """List detached runs, the latest first.
 
-    Shows the ID, state, start, ranks, GPUs, hosts, name and last line of each. The state of a run that waits, or of a
-    server, says more than running: waiting, starting, ready, restarting, giving way. Without --hosts, includes runs on
-    this machine. Exits with 3 if a host does not respond.
+    Shows the ID, state, start, ranks, GPUs, hosts, name and last line of each. Runs that wait for GPUs are shown
+    as waiting or giving way, servers as starting, ready or restarting. Without --hosts, includes runs on this machine.
+    Exits with 3 if a host does not respond.
 
         skyfab runs
         skyfab runs node1

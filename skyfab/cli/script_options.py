@@ -22,7 +22,7 @@ class ScriptOptions:
 
     hosts: NamedHosts = None
     inventory: InventoryFile = None
-    container: Annotated[str, Option("a container of each host, or an image on it for apptainer", "NAME|IMAGE")] = ""
+    container: Annotated[str, Option("run in this container or apptainer image of each host", "NAME|IMAGE")] = ""
     where: Where = None
     nodes: Nodes = None
     workdir: Workdir = "auto"

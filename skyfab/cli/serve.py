@@ -25,22 +25,22 @@ _PACE: Final = 1.0
 
 @command
 def serve(
-    name: Annotated[str, Option("a name for the server, which skyfab stop takes", "NAME")],
+    name: Annotated[str, Option("a name for the server, for skyfab runs, logs and stop", "NAME")],
     *words: Annotated[str, Option("the program and its arguments", "-- COMMAND")],
     options: ScriptOptions,
     ranks: Ranks = 1,
     ready: Annotated[
         str,
         Option(
-            "when it is ready: a URL or port of the first host responds, or rank 0 prints this text",
+            "the server is ready when this URL or port of the first host responds, or rank 0 prints this text",
             "URL|PORT|TEXT",
             default="when it was started",
         ),
     ] = "",
-    port: Annotated[int, Option("its port on the first host", "PORT", default="that of --ready")] = 0,
+    port: Annotated[int, Option("the port to forward, on the first host", "PORT", default="that of --ready")] = 0,
     local: Annotated[int | None, Option("the port on this machine", "PORT", default="the same, if it is free")] = None,
     restarts: Annotated[int, Option("how often all ranks are restarted if one ends", "N", least=0)] = 3,
-    timeout: Annotated[int, Option("seconds until it must be ready", "SECONDS")] = 1800,
+    timeout: Annotated[int, Option("restart the server if it is not ready after this time", "SECONDS")] = 1800,
     sync: Annotated[
         bool, Option("first copy the current folder to the hosts, without what .gitignore excludes")
     ] = False,
@@ -49,8 +49,8 @@ def serve(
     """Start a server on hosts, and forward its port to 127.0.0.1.
 
     Runs COMMAND on every host, as a detached run: with the variables, placeholders, environment and files of skyfab
-    run -- COMMAND. If one rank ends, all of them are restarted together, after a pause; after --restarts the run has
-    failed. Earlier restarts do not count once it was ready for ten minutes. skyfab runs shows starting, ready,
+    run -- COMMAND. If one rank ends, all of them are restarted together, after a pause; after --restarts restarts the
+    run fails. Restarts are forgotten once the server has been ready for ten minutes. skyfab runs shows starting, ready,
     restarting or failed. Ctrl-C closes the port on this machine; the server continues until skyfab stop NAME.
 
         skyfab serve chat --hosts=node1 --ready=8000 -- vllm serve MODEL --host=127.0.0.1

@@ -42,8 +42,8 @@ def sweep(
     target: Annotated[str, Option("the script to run, or the name or ID of a sweep to show", "FILE.py|SWEEP")],
     *arguments: Annotated[str, Option("more words, for options of the script", "[-- ARGS ...]")],
     values: Annotated[Sequence[str], Option("values to try: lr=1e-3,1e-4 seed=1..5", "NAME=VALUES", plain=True)] = (),
-    grid: Annotated[str | None, Option("a file with the words of a trial on each line", "FILE")] = None,
-    gpus: Annotated[str, Option("GPUs for each trial alone, or a share of one such as 0.5", "N")] = "0",
+    grid: Annotated[str | None, Option("a file with the arguments of one trial on each line", "FILE")] = None,
+    gpus: Annotated[str, Option("GPUs for each trial, or a share of one, such as 0.5", "N")] = "0",
     slots: Annotated[int | None, Option("trials at a time on a host", "N", default="the inventory's slots")] = None,
     detach: Detach = False,
     keep_going: Annotated[bool, Option("begin new trials after one has failed")] = False,
@@ -56,14 +56,14 @@ def sweep(
 ) -> int:
     """Run a script once for each combination of values.
 
-    Each word NAME=VALUES stands for several: lr=1e-3,1e-4 or seed=1..5. The script is run with each combination, as
-    lr=1e-3 seed=1, on all slots of all hosts, or with --gpus on all GPUs. Each trial is a process with its own folder
-    on its host, sweeps/NAME-DATE/0001-lr=1e-3-seed=1 in the working folder: its current folder, with log.txt and
-    trial.json. What it reports with skyfab.report(loss=0.3) is in the table.
+    Each argument NAME=VALUES lists values to try: lr=1e-3,1e-4 or seed=1..5. Each combination, such as lr=1e-3 seed=1,
+    is a trial: the script runs with these arguments, in a slot of a host, or with --gpus on GPUs of its own. Each trial
+    has its own folder on its host, sweeps/NAME-DATE/0001-lr=1e-3-seed=1 in the working folder: its current folder, with
+    log.txt and trial.json. What the script passes to skyfab.report(loss=0.3) is in the table.
 
-    The hosts do not need this program: if it ends, the sweep continues, and skyfab sweep NAME shows the table. At a
-    terminal, Ctrl-C asks whether to stop or detach. After a failure no new trials begin, unless --keep-going is given.
-    --resume repeats those that failed, were lost or have not begun. Exits with 1 if a trial failed, with 3 if one was
+    The sweep continues on the hosts if this program ends; skyfab sweep NAME shows the table. At a terminal, Ctrl-C asks
+    whether to stop or detach. After a failure no new trials begin, unless --keep-going is given. The same command with
+    --resume runs the trials that failed, were lost or have not begun. Exits with 1 if a trial failed, with 3 if one was
     lost with its host.
 
         skyfab sweep train.py lr=1e-3,1e-4 seed=1..5 --gpus=1
@@ -135,9 +135,9 @@ def _known(name: str, hosts: Sequence[Host], inventory: Inventory) -> dict[tuple
     with attached(name, hosts, inventory=inventory, results="data") as run:
         found = {trial.words: trial for trial in Sweep(run).look()}
         if run.state == "running":
-            raise UsageError(f"sweep {name} is still running", hint=f"skyfab sweep {name} shows it, skyfab stop {name}")
+            raise UsageError(f"sweep {name} is still running", hint=f"to end it: skyfab stop {name}")
         for host in run.silent:
-            print(f"{host}: no response: what it ran counts as lost, unless others know its end", file=sys.stderr)
+            print(f"{host}: no response: its trials count as lost, unless other hosts know their end", file=sys.stderr)
     return found
 
 
@@ -219,7 +219,7 @@ def _report(trials: Sequence[Trial], run: Run, results: Results) -> None:
         get = f"skyfab get --run={run.id[:8]} {shlex.quote(log)}" if run.in_workdirs() else log
         print(HINTS.adapted(clean(f"the log of trial {trial.trial}: {get}", colour=False)), file=sys.stderr)
     for part in [part for part in run.parts if part.about.place and part.state == "failed"]:
-        print(HINTS.adapted(f"{part.host}: its driver failed: skyfab attach {run.id[:8]}"), file=sys.stderr)
+        print(HINTS.adapted(f"{part.host}: its driver failed; to see why: skyfab attach {run.id[:8]}"), file=sys.stderr)
     if run.state != "running" and any(trial.state != "done" for trial in trials):
         print("to run the trials that are not done: the same command with --resume", file=sys.stderr)
 

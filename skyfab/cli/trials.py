@@ -31,7 +31,7 @@ def trials_of(patterns: Sequence[str], grid: str | None = None) -> list[tuple[st
     [('lr=1e-3', '--fast'), ('lr=1e-4', '--fast')]
     """
     if not patterns and grid is None:
-        raise UsageError("no trials", hint="name values, as in lr=1e-3,1e-4 seed=1..5, or --grid=FILE")
+        raise UsageError("no trials", hint="add values to try, as in lr=1e-3,1e-4 seed=1..5, or --grid=FILE")
     columns = [_values(pattern) for pattern in patterns]
     lines = [()] if grid is None else _lines(Path(grid).expanduser())
     count = len(lines) * math.prod(map(len, columns))

@@ -196,7 +196,7 @@ def _check_free(port: int) -> int:
         with socket.create_server(("", port)) as server:
             return int(server.getsockname()[1])
     except OSError as error:
-        hint = "another program may use it: choose another one, in the command and in --ready or --port"
+        hint = "another program may use it, such as an earlier server (skyfab runs): end it, or choose another port"
         raise HostUnfit(
             f"port {port} of rank 0's host is not free: {os.strerror(error.errno or 0)}", hint=hint
         ) from None

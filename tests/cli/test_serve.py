@@ -124,7 +124,7 @@ def test_a_port_that_is_taken_is_an_error_immediately(folder: Path, namespaces: 
     served = serve(folder, namespaces, *words)
     assert served.returncode == 3
     assert f"port {namespaces.hosts[0].port} of rank 0's host is not free: Address already in use" in served.stderr
-    assert "hint: another program may use it: choose another one" in served.stderr
+    assert "hint: another program may use it, such as an earlier server" in served.stderr
     until(lambda: not traces.on(namespaces.hosts[0]))
 
 

@@ -283,6 +283,7 @@ def report(**values: Any) -> None:
     if not (path := os.environ.get(REPORT)):
         return
     import json
+    import warnings
     from _thread import get_ident
 
     found = {}
@@ -295,9 +296,13 @@ def report(**values: Any) -> None:
             raise TypeError(f"report({name}=…): expected a number or a string, not a {type(value).__name__}")
         is_finite = not isinstance(value, float) or abs(value) < float("inf")
         found[name] = value if is_finite else str(value)  # JSON has neither infinity nor NaN
+    text = json.dumps(found)
+    if len(text) > 60_000:  # hosts read no more
+        warnings.warn(f"not reported: {', '.join(values)[:200]}: all values have {len(text):,} bytes", stacklevel=2)
+        return
     draft = f"{path}.{os.getpid()}.{get_ident()}"
     with open(draft, "w") as file:  # noqa: PTH123
-        json.dump(found, file)
+        file.write(text)
     os.replace(draft, path)  # noqa: PTH105
 
 

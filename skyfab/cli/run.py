@@ -141,7 +141,7 @@ def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
                 print(report, file=sys.stderr)
 
 
-def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None) -> tuple[Path, str]:
+def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None, task: str = "run") -> tuple[Path, str]:
     """The script and the name of the function; for a module and a command, as `Image.program` has them."""
     from skyfab._util.suggest import similar_path
 
@@ -158,7 +158,7 @@ def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None)
     script = Path(name).expanduser()
     if not script.is_file():
         why = "not a file" if script.is_dir() else "no such file"
-        hint = similar_path(script, ".py") or "skyfab run --help"
+        hint = similar_path(script, ".py") or f"skyfab {task} --help"
         if arguments and arguments[0].partition(":")[0].endswith(".py"):
             named = f"{hosts},{name}" if hosts else name
             hint = f"to name hosts: skyfab run --hosts={shlex.join([named, *arguments])}"

@@ -72,6 +72,7 @@ def sweep(
     """
     from skyfab.calls.call import as_function, check_gpus
     from skyfab.cli.detach import tell_how_to_attach
+    from skyfab.cli.gpu_options import GpuOptions
     from skyfab.cli.interpreter import hand_over
     from skyfab.cli.project_settings import ProjectSettings
     from skyfab.cli.run import parsed
@@ -82,18 +83,26 @@ def sweep(
 
     results = [(csv_, _csv), (json_, _json)]
     if not target.endswith(".py"):
+        if resume or values or arguments:
+            hint = f"skyfab sweep {shlex.quote(target)} shows it; to resume: the command that began it, with --resume"
+            raise UsageError(f"not a script (.py): {target}", hint=hint)
         return _show(target, options.hosts, options.inventory, results, follow=follow)
-    script, _ = parsed(target)
+    script, _ = parsed(target, task="sweep")
+    if bare := [word for word in values if "=" not in word]:
+        hint = "write NAME=VALUES, as in lr=1e-3,1e-4; other words for the script go after --"
+        raise UsageError(f"no values in {bare[0]!r}", hint=hint)
     words = trials_of([*values, *arguments], grid)
     count: Any = int(gpus) if gpus.isdigit() else float(gpus) if re.fullmatch(r"0?\.\d+", gpus) else gpus
     check_gpus(count)
     if not options.no_project:
         hand_over(script)
     name = name or script.stem
+    options = GpuOptions(when_free=count > 0).added_to(options)
     with options.pool(script, ProjectSettings.of(script), ranks=1, here=1, plugins=[OwnPort()]) as compute:
         hosts = [node.host for node in compute.hosts]
         before = _known(name, hosts, compute.inventory) if resume else {}
         plan = {
+            "name": name,
             "script": script.name,
             "trials": _planned(words, before, name),
             "hosts": [host.name for host in hosts],
@@ -107,6 +116,8 @@ def sweep(
         run = compute.launch(started(plan), name=name)
         known = compute.inventory
     if detach:
+        if not keep_going:
+            print("after a failure no new trials begin, unless --keep-going is given", file=sys.stderr)
         tell_how_to_attach(run, name, container=options.container)
         return 0
     return _show(run.id, hosts, known, results, follow=True, is_own=True)
@@ -180,9 +191,9 @@ def _show(name: str, hosts: Any, inventory: Any, results: Results, *, follow: bo
                 if is_rich(sys.stdout):
                     shown = [trial for trial in trials if trial.state != "waiting"]
                     lines = aligned(*_table(sorted(shown, key=lambda trial: trial.state != "running"))).splitlines()
-                    put(sys.stdout, live.frame("", [_summary(trials), *lines]))
-                elif _summary(trials) != before:
-                    before = _summary(trials)
+                    put(sys.stdout, live.frame("", [_summary(trials, run), *lines]))
+                elif _summary(trials, run) != before:
+                    before = _summary(trials, run)
                     print(before, file=sys.stderr)
                 time.sleep(_PACE)
             except KeyboardInterrupt:
@@ -213,34 +224,44 @@ def _report(trials: Sequence[Trial], run: Run, results: Results) -> None:
             write(Path(path).expanduser(), text_of(trials), mode=0o644)
     if all(path != "-" for path, _ in results):
         table(*_table(trials), optional=("time", "host"))
-    print(_summary(trials), file=sys.stderr)
-    for trial in [trial for trial in trials if trial.state == "failed"][:1]:
-        log = f"{trial.folder}/log.txt"
-        get = f"skyfab get --run={run.id[:8]} {shlex.quote(log)}" if run.in_workdirs() else log
-        print(HINTS.adapted(clean(f"the log of trial {trial.trial}: {get}", colour=False)), file=sys.stderr)
+    print(_summary(trials, run), file=sys.stderr)
+    for trial in [trial for trial in trials if trial.state == "failed"][:1] or trials[:1]:
+        what, end = ("log", "/log.txt") if trial.state == "failed" else ("folder", "")
+        path = f"{trial.folder}{end}"
+        get = f"skyfab get --run={run.id[:8]} {shlex.quote(path)}" if run.in_workdirs() else path
+        print(HINTS.adapted(clean(f"the {what} of trial {trial.trial}: {get}", colour=False)), file=sys.stderr)
     for part in [part for part in run.parts if part.about.place and part.state == "failed"]:
         print(HINTS.adapted(f"{part.host}: its driver failed; to see why: skyfab attach {run.id[:8]}"), file=sys.stderr)
     if run.state != "running" and any(trial.state != "done" for trial in trials):
         print("to run the trials that are not done: the same command with --resume", file=sys.stderr)
 
 
-def _summary(trials: Sequence[Trial]) -> str:
+def _summary(trials: Sequence[Trial], run: Run) -> str:
     counts = Counter(trial.state for trial in trials)
-    return f"{counted(len(trials), 'trial')}: {', '.join(f'{count} {state}' for state, count in counts.items())}"
+    why = next((f"; for GPUs: {part.phase.text}" for part in run.parts if part.phase and part.state == "running"), "")
+    why = re.sub(r", [^,()]* so far", "", clean(why, colour=False))
+    return f"{counted(len(trials), 'trial')}: {', '.join(f'{count} {state}' for state, count in counts.items())}{why}"
 
 
 def _table(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
     """Head and rows. Hosts have sent what is in them, which may be anything."""
     rows = []
     for trial in trials:
-        values = {name: f"{one:.5g}" if isinstance(one, float) else str(one) for name, one in trial.values.items()}
+        values = {name: f"{one:.5g}" if type(one) is float else str(one)[:200] for name, one in trial.values.items()}
         time = "" if trial.seconds is None else str(timedelta(seconds=round(trial.seconds)))
         name = PurePosixPath(trial.folder).name
-        rows.append({"trial": name, "state": _state(trial), "host": trial.host, "time": time, **values})
+        rows.append(
+            _with({"trial": name, "state": _state(trial), "host": trial.host, "time": time}, values, "reported")
+        )
     head = [*dict.fromkeys(name for row in rows for name in row)] or ["trial"]
     return [clean(name, colour=False) for name in head], [
         [clean(row.get(name, ""), colour=False) for name in head] for row in rows
     ]
+
+
+def _with(row: Mapping[str, Any], values: Mapping[str, Any], what: str) -> dict[str, Any]:
+    """A row with more columns; those whose names it has already are named otherwise."""
+    return {**row, **{f"{name} ({what})" if name in row else name: value for name, value in values.items()}}
 
 
 def _state(trial: Trial) -> str:
@@ -261,7 +282,7 @@ def _csv(trials: Sequence[Trial]) -> str:
     for trial in trials:
         given = dict(word.lstrip("-").partition("=")[::2] for word in trial.words)
         about = {name: getattr(trial, name) for name in ("trial", "state", "host", "seconds", "folder")}
-        rows.append(about | given | {name: one for name, one in trial.values.items() if name not in about})
+        rows.append(_with(_with(about, given, "argument"), trial.values, "reported"))
     text = io.StringIO()
     writer = csv.DictWriter(text, [*dict.fromkeys(name for row in rows for name in row)], lineterminator="\n")
     writer.writeheader()

@@ -19,7 +19,7 @@ MOST: Final = 10_000
 """Trials of a sweep."""
 _NAME: Final = 100
 """Characters of a folder's name, without the number."""
-_RANGE: Final = re.compile(r"([-+.\de]*\d)\.\.([-+.\de]*\d)", re.ASCII)
+_RANGE: Final = re.compile(r"(?!\.\.$)([^/]*?)\.\.([^/]*)")  # not a path, such as ../data
 _COMMA: Final = re.compile(r",(?![^\[({]*[\])}])")
 """A comma between values: ``[64,64]`` is one value."""
 
@@ -52,13 +52,13 @@ def _values(pattern: str) -> Sequence[str]:
     found: list[str] = []
     for value in _COMMA.split(text):
         if not value:
-            raise UsageError(f"an empty value in {pattern!r}", hint="a file of lines may have them: --grid=FILE")
+            raise UsageError(f"an empty value in {pattern!r}", hint="no space after a comma; or use --grid=FILE")
         match = _RANGE.fullmatch(value)
         found += [f"{name}={one}" for one in ([value] if match is None else _numbers(match[1], match[2]))]
     return found
 
 
-def _numbers(first: str, last: str) -> range:
+def _numbers(first: str, last: str) -> list[str]:
     try:
         start, end = int(first), int(last)
     except ValueError:
@@ -66,7 +66,8 @@ def _numbers(first: str, last: str) -> range:
     if not 0 <= end - start < MOST:
         how_many = "no trial" if end < start else f"more than {MOST:,} trials"
         raise UsageError(f"{first}..{last} gives {how_many}", hint=f"as in 1..5: the smallest first, {MOST:,} at most")
-    return range(start, end + 1)
+    width = len(first) if first.startswith("0") else 0  # 01..10
+    return [f"{number:0{width}}" for number in range(start, end + 1)]
 
 
 def _lines(path: Path) -> list[tuple[str, ...]]:

@@ -442,7 +442,7 @@ def _find(id: str, asker: Asker, results: Results, *, is_named: bool) -> Run:  #
         raise errors[0]
     near = did_you_mean(id, [*(run.id[: max(8, len(id))] for run in found), *(run.name for run in found)])
     if other := used_last(asker.inventory):
-        near = near or f"the last run used another inventory: skyfab runs --inventory={shlex.quote(other)}"
+        near = near or f"the last run used another inventory: the same command with --inventory={shlex.quote(other)}"
     if not is_named and asker.inventory.source is None:
         hint = near or "set SKYFAB_INVENTORY, or name its hosts: --hosts=…"
         raise UsageError(f"no run {id!r} on this machine (no inventory loaded)", hint=hint)

@@ -88,7 +88,8 @@ class Sweep:
 
     def _take(self, line: bytes) -> None:
         try:
-            found = schema.parse(Trial, json.loads(line), _LIMITS)
+            text = json.dumps(json.loads(line), ensure_ascii=False).encode(errors="replace")  # strings may be any bytes
+            found = schema.parse(Trial, json.loads(text), _LIMITS)
         except (ValueError, RecursionError):
             return  # not written by skyfab
         before = self._known.get(found.trial, found)

@@ -18,7 +18,9 @@ import time
 
 from skyfab import context
 from skyfab.errors import SkyfabError
+from skyfab.host import phase
 from skyfab.host.command import start
+from skyfab.host.gpu_locks import Claim, look
 from skyfab.host.rank_channel import Channel, Head
 
 TYPE_CHECKING = False  # as in all modules that hosts import
@@ -63,7 +65,7 @@ class TrialList:
         """Those of trials that have ended."""
 
     def handle(self, rank: int, message: dict[str, Any]) -> dict[str, Any]:
-        """A rank reports a trial that has `ended`, if any, says which trials it has, and asks for the next one."""
+        """A rank reports a trial that has `ended`, if any, says which it has, and asks for more: 0 if it `waits`."""
         with self._lock:
             held, ended = self._held[rank], message["ended"]
             if ended is not None and ended["trial"] in held:  # else the reply has not arrived, and it says so again
@@ -77,6 +79,8 @@ class TrialList:
                 if not held:
                     self.expected.discard(rank)
                 return {"trial": None}
+            if message["waits"]:
+                return {"trial": 0}
             self._note({"trial": self._waiting[-1], "state": "given", "rank": rank})
             held.add(self._waiting[-1])
             return {"trial": self._waiting.pop()}
@@ -100,7 +104,7 @@ def sweep(plan: dict[str, Any]) -> None:
     for trial in plan["trials"]:
         note(trial)
     driver = Driver(plan, note)
-    signal.signal(signal.SIGTERM, lambda *_: driver.stopped.set())  # trials get it too, and may save what they have
+    signal.signal(signal.SIGTERM, lambda *_: driver.stop())
     if info.rank:
         driver.run()
         return
@@ -118,6 +122,37 @@ def sweep(plan: dict[str, Any]) -> None:
         raise SkyfabError(f"{trials.states.count('done')} of {len(waiting)} trials are done")
 
 
+class SlotGpus:
+    """GPUs for one trial at a time, or one GPU for several that share it. Before the next trial, others come first."""
+
+    _lock = threading.Lock()  # for all: a claim must not look at files while another one of this process makes its own
+
+    def __init__(self, numbers: str, run: str) -> None:
+        self.numbers = numbers
+        gpus = [int(number) for number in numbers.split(",")]
+        self._claim = Claim(len(gpus), gpus, run)
+        self._trials = 0
+
+    def try_take(self) -> str:
+        """Takes them for one more trial; else returns why not."""
+        with self._lock, contextlib.suppress(OSError):  # a full disk: it waits
+            if any(one.kind == "ticket" and not one.low and one.overlaps(self._claim.gpus) for one in look()):
+                if self._trials:
+                    return "others wait for this GPU"
+                self._claim.release()
+            if self._claim.try_take():
+                self._trials += 1
+                return ""
+        return self._claim.reason or "other programs are about to take GPUs"
+
+    def give_back(self, trials: int, *, is_over: bool) -> None:
+        """After some trials, or none; if all are over, nothing is held and it leaves the queue."""
+        with self._lock:
+            self._trials -= trials
+            if is_over and not self._trials:
+                self._claim.release()
+
+
 class Driver:
     """Runs trials on this host, one at a time in each slot."""
 
@@ -126,6 +161,7 @@ class Driver:
         self._note = note
         self._info = context.instance_info()
         self._running: dict[int, Trial] = {}
+        self._groups: set[int] = set()  # one for each trial: what it does to its process group must not reach others
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self.stopped = threading.Event()
@@ -133,8 +169,9 @@ class Driver:
     def run(self) -> None:
         """Returns when there are no trials left. Raises ChannelLost if rank 0 was never reached."""
         slots = self._plan["slots"][self._info.rank]
+        gpus = {numbers: SlotGpus(numbers, self._plan["name"]) for numbers in slots if numbers is not None}
         self._channel = self._connect() if slots else None
-        threads = [threading.Thread(target=self._serve, args=(gpus,), daemon=True) for gpus in slots]
+        threads = [threading.Thread(target=self._serve, args=(gpus.get(slot),), daemon=True) for slot in slots]
         for thread in threads:
             thread.start()
         while any(thread.is_alive() for thread in threads):
@@ -150,19 +187,31 @@ class Driver:
         info, secret = self._info, bytes.fromhex(self._plan["secret"])
         return Channel.connect(info.head_addr, info.head_port, secret, info.rank, timeout=_RETURN)
 
-    def _next(self, ended: Trial | None) -> Trial | None:
-        """Reports the end of a trial, and asks for the next; None without more, also if rank 0 is lost."""
+    def stop(self) -> None:
+        """Passes SIGTERM on to the trials, which may save what they have."""
+        self.stopped.set()
+        for group in list(self._groups):
+            with contextlib.suppress(OSError):
+                os.killpg(group, signal.SIGTERM)
+
+    def _next(self, ended: Trial | None, waits: str) -> Trial | None:
+        """Reports the end of a trial, and asks for the next; None without more or rank 0, empty if the slot `waits`."""
         with self._lock:
             if ended is not None:
                 del self._running[ended["trial"]]
+            if waits and not self._running:
+                phase.enter("waiting", waits)
             while self._channel is not None and not self.stopped.is_set():
                 try:
-                    number = self._channel.request({"ended": ended, "has": list(self._running)})["trial"]
+                    number = self._channel.request({"ended": ended, "has": [*self._running], "waits": waits})["trial"]
                 except OSError:
                     self._channel = None
                     with contextlib.suppress(OSError):
                         self._channel = self._connect()
                     continue
+                if waits and number is not None:
+                    return {}
+                phase.leave()
                 if number is None:
                     break
                 about = {"state": "running", "rank": self._info.rank, "host": self._plan["hosts"][self._info.rank]}
@@ -170,27 +219,27 @@ class Driver:
                 return self._running[number]
             return None
 
-    def _serve(self, gpus: str | None) -> None:
-        trial = self._next(None)
+    def _serve(self, gpus: SlotGpus | None) -> None:
+        trial: Trial | None = {}
+        ended, waits = None, ""
         while trial is not None:
-            self._note(trial)
-            ended = self._run(trial, gpus)
-            if ended.get("code") == -signal.SIGTERM and self.stopped.wait(1.0):
-                return  # it has not failed: all of the run was stopped
-            self._note(ended)
-            values = [f"{name}={value}" for name, value in ended["values"].items()]
-            line = ", ".join(filter(None, [ended["state"], *values, ended["error"]]))
-            print(f"{os.path.basename(trial['folder'])}: {line}")
-            trial = self._next(ended)
+            until = time.monotonic() + _LOOK
+            while gpus and (waits := gpus.try_take()) and time.monotonic() < until and not self.stopped.wait(0.5):
+                pass
+            trial = self._next(ended, waits)
+            ended = self._run(trial, gpus.numbers if gpus else None) if trial else None
+            if gpus:
+                gpus.give_back(0 if waits else 1, is_over=trial is None)
 
-    def _run(self, trial: Trial, gpus: str | None) -> Trial:
-        """Runs a trial in its folder. Returns it with its end."""
+    def _run(self, trial: Trial, gpus: str | None) -> Trial | None:
+        """Runs a trial in its folder. Returns it with its end; None if all of the run was stopped."""
+        self._note(trial)
         folder, began, error = os.path.abspath(trial["folder"]), time.monotonic(), ""
         name = self._plan["script"]
         script = next(path for root in sys.path if os.path.isfile(path := os.path.join(root, name)))
         env = {"PYTHONUNBUFFERED": "1", "SKYFAB_WORKDIR": os.getcwd(), context.REPORT: f"{folder}/report.json"}
         if gpus is not None:
-            env["CUDA_VISIBLE_DEVICES"] = gpus
+            env |= {"CUDA_VISIBLE_DEVICES": gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         limited = [] if self._plan["share"] is None else ["-c", _LIMITED, self._plan["share"]]
         try:
             os.makedirs(folder, exist_ok=True)
@@ -198,7 +247,12 @@ class Driver:
                 os.unlink(f"{folder}/report.json")  # of an earlier attempt
             with open(f"{folder}/log.txt", "ab") as log:
                 words = [sys.executable, *limited, script, *trial["words"]]
-                code = start(words, env=env, cwd=folder, stdout=log, stderr=log).wait()
+                program = start(words, env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+            self._groups.add(program.pid)
+            code = program.wait()
+            self._groups.discard(program.pid)
+            with contextlib.suppress(OSError):
+                os.killpg(program.pid, signal.SIGKILL)  # what it has left running could use its GPUs
             if code:
                 error = _last_line(f"{folder}/log.txt")
         except (OSError, SkyfabError) as failure:  # no space, or no permission
@@ -207,14 +261,21 @@ class Driver:
         ended |= {"values": _report_of(folder), "seconds": round(time.monotonic() - began, 3)}
         with contextlib.suppress(OSError), open(f"{folder}/trial.json", "w") as file:
             json.dump(ended, file, indent=2)
+        if code == -signal.SIGTERM and self.stopped.wait(1.0):
+            return None  # it has not failed
+        self._note(ended)
+        values = [f"{name}={value}" for name, value in ended["values"].items()]
+        line = ", ".join(filter(None, [ended["state"], *values, error]))
+        print(f"{os.path.basename(trial['folder'])}: {line}".encode(errors="replace").decode())
         return ended
 
 
 def _report_of(folder: str) -> dict[str, Any]:
-    """What a trial has reported so far."""
+    """What a trial has reported so far. It may have written anything."""
     try:
         with open(f"{folder}/report.json") as file:
-            return dict(json.loads(file.read(64 * 1024)))
+            found = dict(json.loads(file.read(64 * 1024)))
+            return {name: one for name, one in found.items() if isinstance(one, (str, int, float, type(None)))}
     except (OSError, ValueError, TypeError, RecursionError):
         return {}
 

@@ -27,6 +27,9 @@ def test_a_grid_has_every_combination_and_each_word_is_as_it_was_typed() -> None
         ("data=../a,../../b", ["data=../a", "data=../../b"]),
         ("a=b=c,d", ["a=b=c", "a=d"]),
         ("a,b", ["a,b"]),
+        ("data=..", ["data=.."]),
+        ("x=0..10", [f"x={number}" for number in range(11)]),
+        ("x=08..10", ["x=08", "x=09", "x=10"]),
     ],
 )
 def test_what_a_pattern_stands_for(pattern: str, values: list[str]) -> None:
@@ -41,6 +44,9 @@ def test_what_a_pattern_stands_for(pattern: str, values: list[str]) -> None:
         (["lr=1,,2"], "an empty value"),
         (["seed=5..1"], r"5\.\.1 gives no trial"),
         (["lr=0.1..0.5"], "whole numbers"),
+        (["lr=1.."], r"1\.\.: a range has whole numbers"),
+        (["lr=..3"], "whole numbers"),
+        (["x=a..c"], r"a\.\.c: a range has whole numbers"),
         (["seed=1..100000000000000000000"], "more than 10,000 trials"),
         (["seed=1..200", "lr=1..200"], "40,000 trials: a sweep has at most 10,000"),
         (["lr=1,1"], "the same trial twice: lr=1"),

@@ -58,7 +58,8 @@ class Project:
         self.inventory.write_text(text.replace("[defaults]\n", "[defaults]\nslots = 2\ngpus = [0, 1]\n"))
 
     def words(self, *words: str) -> list[str]:
-        return ["sweep", "--hosts=node1,node2", f"--env=SPOT={self.spot / ''}", *words]
+        hosts = [] if any(word.startswith("--hosts=") for word in words) else ["--hosts=node1,node2"]
+        return ["sweep", *hosts, f"--env=SPOT={self.spot / ''}", *words]
 
     def sweep(self, *words: str, code: int = 0) -> str:
         """Runs the command. Returns what it has printed to stdout, and keeps what it has printed to stderr."""
@@ -108,6 +109,9 @@ def test_every_trial_runs_once_in_a_folder_of_its_own(project: Project, tmp_path
         ["0002-lr=1e-3-seed=2", "done"],
     ]
     assert "6 trials: 6 done" in project.said
+    (fetch,) = re.findall(r"the folder of trial 1: (skyfab get --run=\w+ \S+/0001\S+)", project.said)
+    project.type(f"{fetch} --to=first")
+    assert [path.parent.name for path in (tmp_path / "first").rglob("log.txt")] == ["0001-lr=1e-3-seed=1"]
     assert project.begun() == {"1": 2, "2": 2, "3": 2}
     rows = list(csv.DictReader((tmp_path / "all.csv").read_text().splitlines()))
     assert [(row["lr"], row["seed"], row["loss"]) for row in rows][-1] == ("1e-4", "3", "0.15")
@@ -126,6 +130,7 @@ def test_every_trial_runs_once_in_a_folder_of_its_own(project: Project, tmp_path
 def test_each_trial_has_gpus_of_its_own(project: Project) -> None:
     project.spot.leave("hold")
     project.sweep("trial.py", "seed=1..6", "--gpus=1", "--detach")
+    assert "after a failure no new trials begin, unless --keep-going is given" in project.said
     until(lambda: project.begun().total() == 4, "a trial on each GPU")
     found = json.loads(project.sweep("trial", "--json=-"))
     assert [one["state"] for one in found] == ["running"] * 4 + ["waiting"] * 2
@@ -272,10 +277,12 @@ def test_ctrl_c_asks_whether_to_stop_or_detach(project: Project, choice: str) ->
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing.py", "seed=1"], "no such file: nothing.py"),
+        (["nothing.py", "seed=1"], "no such file: nothing.py\nhint: skyfab sweep --help"),
         (["trial.py"], "no trials"),
         (["trial.py", "seed=5..1"], "gives no trial"),
         (["trial.py", "--lr=1,2"], "unknown option --lr\nhint: options of the program follow after --"),
+        (["trial.py", "lr", "1e-3,1e-4"], "no values in 'lr'\nhint: write NAME=VALUES"),
+        (["night", "--resume"], "not a script (.py): night\nhint: skyfab sweep night shows it"),
         (["trial.py", "seed=1", "--gpus=1.5"], "invalid gpus='1.5': expected a whole number"),
         (["trial.py", "seed=1", "--resume", "--name=unknown"], "no run 'unknown'"),
         (["unknown"], "no run 'unknown'"),
@@ -316,3 +323,133 @@ def test_one_trial_is_fetched_by_its_number(project: Project, tmp_path: Path) ->
     project.sweep("trial.py", "seed=1..3")
     project.type("skyfab get --run=trial 'sweeps/*/0002-*' --to=home")
     assert [path.parent.name for path in (tmp_path / "home").rglob("log.txt")] == ["0002-seed=2"]
+
+
+ODD = """
+import json, os
+import skyfab as sky
+
+sky.report(**{"time": 12.3, "state": "lost", "host": "h", "trial": 1, "n": "mine", "odd\\n\\x1b[2J\\udcff": 1})
+sky.report(text="\\udcff")
+sky.report(text="\\x1b[2J" * 100_000)
+if os.path.basename(os.getcwd()) == "0002-n=2":
+    with open("report.json", "w") as file:
+        json.dump({"fine": 1, "list": [1], "deep": {}}, file)
+"""
+
+
+def test_whatever_trials_report_the_table_and_the_files_are_written(project: Project) -> None:
+    (project.folder / "odd.py").write_text(ODD)
+    shown = project.sweep("odd.py", "n=1..2", "--csv=all.csv", "--json=all.json")
+    head, first, _ = shown.splitlines()
+    assert head.split("  ")[0].rstrip() == "trial"
+    assert re.match(r"0001-n=1 +done +node\d +0:00:\d\d +12.3 +lost +h +1 +mine +1 +\?$", first), first
+    assert re.search(r"time +time \(reported\) +state \(reported\) +host \(reported\) +trial \(reported\) +n", head)
+    assert "\x1b" not in shown
+    row, other = csv.DictReader((project.folder / "all.csv").read_text(encoding="utf-8").splitlines())
+    assert (row["trial"], row["state"], row["state (reported)"], row["n"], row["n (reported)"]) == (
+        *("1", "done", "lost", "1", "mine"),
+    )
+    assert other["fine"] == "1"
+    found = json.loads((project.folder / "all.json").read_text(encoding="utf-8"))
+    assert found[0]["values"]["text"] == "?"
+    assert found[1]["values"] == {"fine": 1}
+    project.type("skyfab get --run=odd 'sweeps/*/0001*' --to=home")
+    (log,) = (project.folder / "home").rglob("log.txt")
+    assert "UserWarning: not reported: text: all values have" in log.read_text()
+
+
+GROUP = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+spot, (name, _, value) = Path(os.environ["SPOT"]), sys.argv[1].partition("=")
+if name == "kills" and value == "2":
+    os.killpg(0, signal.SIGTERM)
+if name in ("saves", "ignores"):
+    def save(*_):
+        (spot / f"saved{value}").touch()
+        sys.exit(name == "saves")
+    signal.signal(signal.SIGTERM, save if name == "saves" else signal.SIG_IGN)
+    subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.sleep(500)", __file__])
+    (spot / f"begun{value}").touch()
+    time.sleep(500)
+"""
+
+
+def test_a_trial_that_ends_its_process_group_fails_alone(project: Project) -> None:
+    (project.folder / "group.py").write_text(GROUP)
+    project.sweep("group.py", "kills=1..6", "--keep-going", "--slots=1", "--json=all.json", code=1)
+    found = json.loads((project.folder / "all.json").read_text())
+    assert [one["state"] for one in found] == ["done", "failed", *["done"] * 4]
+    assert found[1]["code"] == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("name", ["saves", "ignores"])
+def test_a_sweep_that_is_stopped_leaves_no_process(project: Project, name: str) -> None:
+    """Trials get SIGTERM, and may save what they have; the fixture looks for what is left."""
+    (project.folder / "group.py").write_text(GROUP)
+    project.sweep("group.py", f"{name}=1..4", "--detach")
+    until(lambda: {f"begun{number}" for number in range(1, 5)} <= project.spot.names(), "all trials run")
+    project.type("skyfab stop group")
+    for host in project.hosts:
+        until(lambda host=host: not traces.on(host), f"the end of all on {host.name}")
+    saved = {note for note in project.spot.names() if note.startswith("saved")}
+    assert saved == ({"saved1", "saved2", "saved3", "saved4"} if name == "saves" else set())
+
+
+USED = """
+import os, sys, time
+from pathlib import Path
+
+spot, name = Path(os.environ["SPOT"]), sys.argv[1].partition("=")[0]
+with open(spot / f"used.{os.environ['CUDA_VISIBLE_DEVICES']}", "a") as file:
+    file.write(f"+{name}\\n")
+    file.flush()
+    while (spot / "hold").exists() and not (spot / "go").exists():
+        time.sleep(0.02)
+    time.sleep(0.1)
+    file.write(f"-{name}\\n")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("share", ["1", "0.5"])
+def test_two_sweeps_take_turns_on_gpus_and_never_share_one(project: Project, share: str) -> None:
+    (project.folder / "used.py").write_text(USED)
+    project.spot.leave("hold")
+    for name in ("ada", "bob"):
+        words = ("used.py", f"{name}=1..8", f"--gpus={share}", f"--name={name}", "--hosts=node1", "--detach")
+        project.sweep(*words)
+        until(lambda: {"used.0", "used.1"} <= project.spot.names(), "the first one runs on both GPUs")
+    until(lambda: re.search(r"waiting .* bob ", project.type("skyfab runs --hosts=node1")), "the second one waits")
+    project.spot.leave("go")
+    for name in ("ada", "bob"):
+        assert len(json.loads(project.sweep(name, "-f", "--json=-"))) == 8
+    for gpu in (0, 1):
+        running, order = Counter[str](), []
+        for line in project.spot.notes(f"used.{gpu}")["node1"].split():
+            running[line[1:]] += 1 if line[0] == "+" else -1
+            assert len(+running) <= 1, "two sweeps on one GPU"
+            assert running.total() <= 1 / float(share)
+            order += [line[1:]] * (line[0] == "+")
+        assert order.index("bob") <= 1 / float(share), "the first one has gone on although another one waited"
+
+
+@pytest.mark.slow
+def test_a_sweep_waits_for_gpus_that_a_run_holds_and_others_do_its_trials(project: Project) -> None:
+    (project.folder / "used.py").write_text(USED)
+    project.type("skyfab run --hosts=node1 --gpus=2 --detach --name=hold -- sleep 500")
+    until(lambda: '"run": "hold"' in project.type("skyfab hosts --hosts=node1 --json"), "the GPUs are held")
+    project.sweep("used.py", "x=1..2", "--gpus=1", "--hosts=node1", "--name=alone", "--detach")
+    waits = r"waiting .* alone +1st, after \w+'s hold \(node1, 2 GPUs"
+    until(lambda: re.search(waits, project.type("skyfab runs --hosts=node1")), "it waits")
+    assert [one["state"] for one in json.loads(project.sweep("alone", "--json=-"))] == ["waiting"] * 2
+    assert re.search(r"2 trials: 2 waiting; for GPUs: 1st, after \w+'s hold \(node1, 2 GPUs\)", project.said)
+    found = json.loads(project.sweep("used.py", "x=1..4", "--gpus=1", "--json=-"))
+    assert [(one["state"], one["host"]) for one in found] == [("done", "node2")] * 4
+    assert not project.spot.notes("used.0").keys() - {"node2"}
+    project.type("skyfab stop hold")
+    project.sweep("alone", "-f")
+    assert "node1" in project.spot.notes("used.0")
+    assert '"run"' not in project.type("skyfab hosts --hosts=node1 --json")

@@ -528,7 +528,7 @@ def test_a_run_that_is_not_found_may_be_of_the_inventory_that_was_used_last(
     (here / "saves.py").write_text("from pathlib import Path\nPath('ckpt.pt').write_text('x')\n")
     begun = skyfab(here, "run", "--hosts=node1", "--detach", "saves.py", inventory=listed)
     assert begun.returncode == 0, begun.stderr
-    typed = f"skyfab runs --inventory={listed}\n"
+    typed = f"the same command with --inventory={listed}\n"
     for words in (["logs"], ["attach"], ["stop"], ["get", "ckpt.pt", "--run"]):
         none = skyfab(here, *words, begun.stdout.strip())
         assert none.returncode == 2
@@ -539,7 +539,7 @@ def test_a_run_that_is_not_found_may_be_of_the_inventory_that_was_used_last(
     assert skyfab(here, "runs", **fresh).stderr.endswith("skyfab runs --inventory=FILE\n")
     (tmp_path / "cache" / "skyfab").mkdir(parents=True, exist_ok=True)
     (tmp_path / "cache" / "skyfab" / "last-inventory").write_text(str(listed))
-    assert skyfab(here, "runs", **fresh).stderr.endswith(typed)
+    assert skyfab(here, "runs", **fresh).stderr.endswith(f"skyfab runs --inventory={listed}\n")
     listed.unlink()
     assert skyfab(here, "runs", **fresh).stderr.endswith("skyfab runs --inventory=FILE\n")
 

@@ -17,8 +17,10 @@ class Listed:
         self.notes: list[dict[str, Any]] = []
         self.list = TrialList(range(1, count + 1), slots, self.notes.append, keep_going=keep_going)
 
-    def ask(self, rank: int, ended: dict[str, Any] | None = None, has: tuple[int, ...] = ()) -> int | None:
-        found: int | None = self.list.handle(rank, {"ended": ended, "has": list(has)})["trial"]
+    def ask(
+        self, rank: int, ended: dict[str, Any] | None = None, has: tuple[int, ...] = (), *, waits: str = ""
+    ) -> int | None:
+        found: int | None = self.list.handle(rank, {"ended": ended, "has": list(has), "waits": waits})["trial"]
         return found
 
 
@@ -66,6 +68,17 @@ def test_what_a_lost_rank_has_is_lost_and_not_given_to_another() -> None:
     assert trials.ask(2, end(3)) is None
     assert trials.ask(1, end(1)) is None  # it was only its connection
     assert trials.list.expected == {0, 3}
+
+
+def test_a_slot_that_waits_takes_no_trial_and_hears_whether_there_are_more() -> None:
+    trials = Listed(2)
+    assert trials.ask(0) == 1
+    assert trials.ask(1, waits="1st") == 0
+    assert trials.ask(0, end(1), waits="1st") == 0
+    assert trials.list.states == ["done"]
+    assert trials.ask(0) == 2
+    assert trials.ask(1, waits="1st") is None
+    assert 1 not in trials.list.expected
 
 
 def test_a_host_without_slots_is_not_waited_for() -> None:

@@ -111,6 +111,7 @@ class CommandLine:
     def _parse_command(self, name: str, words: list[str], *, verbose: bool) -> Line:
         command, own, rest = self._commands[name], words, list[str]()
         parser = self.parsers.setdefault(name, CommandParser(command))
+        HINTS.words = [word for word in words if not word.startswith("--inventory=")]
         if command.rest is not None and not command.rest.option.follows and "--" in words:
             at = words.index("--")
             own, rest = words[:at], words[at + 1 :]
@@ -140,6 +141,11 @@ class CommandLine:
     def _unknown_words(self, unknown: Sequence[str], command: str, words: Sequence[str]) -> UsageError:
         help_ = f"{HINTS.program} {command} --help"
         word = next((one for one in unknown if one.startswith("-")), None)
+        rest = self._commands[command].rest
+        if rest is not None and not unknown[0].startswith("-") and "--" not in words:
+            at = words.index(unknown[0])
+            help_ = f"put the program after --: {_typed(command, *words[:at], '--', *words[at:])}"
+            word = None
         if word is None:
             return UsageError(f"unexpected argument {unknown[0]!r}", hint=help_)
         name, equals, value = word.partition("=")

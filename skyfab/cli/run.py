@@ -6,11 +6,13 @@ import contextlib
 import itertools
 import re
 import shlex
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
+from skyfab._util.hints import HINTS
 from skyfab.cli.command import COMMAND, Detach, Option, Ranks, command
 from skyfab.cli.gpu_options import GpuOptions
 from skyfab.cli.script_options import ScriptOptions
@@ -57,8 +59,8 @@ def run(
     pyproject.toml sets defaults for the options. At a terminal, Ctrl-C asks whether to stop or detach the run.
 
     -m MODULE runs a module as python -m does. -- COMMAND runs any program: {rank}, {world_size}, {local_rank}, {node},
-    {nodes}, {head} and {port} in its words are replaced. Its files are those of the working folder: --sync copies
-    the current folder there.
+    {nodes}, {head} and {port} in its words are replaced; {{rank}} stays as {rank}. Its files are those of the working
+    folder: --sync copies the current folder there.
 
     --gpus takes GPUs that nobody uses, with skyfab or without, or fails and says who uses them. --when-free waits
     for them instead; skyfab runs says for whom. With --detach, the run waits on the hosts without this machine.
@@ -89,6 +91,8 @@ def run(
     label = shlex.join(arguments) if target == COMMAND else target.replace("-m ", "python -m ")
     if not options.no_project:
         hand_over(script)
+    if script.is_file():
+        _note_options(script, arguments)
     settings = ProjectSettings.of(script)
     plugins = [Torchrun(), *claim.plugins, *plugins_of(with_plugin or settings.plugins)]
     ranks = ranks or claim.gpus or settings.ranks
@@ -118,6 +122,16 @@ def run(
         if get:
             remember(run, get)
         tell_how_to_attach(run, name, get, options.container)
+
+
+def _note_options(script: Path, arguments: Sequence[str]) -> None:
+    """Says which options of this command follow the script, unless that has an option of the same name."""
+    own = {one.flags[-1] for one in run.parameters if not one.positional}
+    text = script.read_text(encoding="utf-8", errors="replace").replace("_", "-")
+    passed = [word for word in arguments if (flag := word.partition("=")[0]) in own and flag[2:] not in text]
+    if passed:
+        what = f"note: {shlex.join(passed)} is passed to {script.name}"
+        print(f"{what}; options of skyfab go before the file", file=sys.stderr)
 
 
 def _save(compute: Compute, patterns: Sequence[str], error: BaseException) -> None:
@@ -162,6 +176,10 @@ def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None,
         if arguments and arguments[0].partition(":")[0].endswith(".py"):
             named = f"{hosts},{name}" if hosts else name
             hint = f"to name hosts: skyfab run --hosts={shlex.join([named, *arguments])}"
+        if shutil.which(name) or (hint == "skyfab run --help" and script.suffix != ".py"):
+            typed = HINTS.words if target in HINTS.words else [target, *arguments]
+            at = typed.index(target)
+            hint = f"to run a program: skyfab run {shlex.join([*typed[:at], '--', *typed[at:]])}"
         raise UsageError(f"{why}: {name}", hint=hint)
     if script.suffix != ".py":
         raise UsageError(f"not a Python file (.py): {name}", hint="to run other programs: skyfab run -- COMMAND")

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import re
 import secrets
+import shlex
 import sys
 import time
 from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Final
 from urllib.parse import urlsplit
 
-from skyfab.cli.command import COMMAND, Detach, Option, Ranks, command
+from skyfab.cli.command import COMMAND, Detach, Option, command
 from skyfab.cli.script_options import ScriptOptions
-from skyfab.errors import UsageError
+from skyfab.errors import BroadcastError, UsageError, WorkerDied
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +30,7 @@ def serve(
     name: Annotated[str, Option("a name for the server, for skyfab runs, logs and stop", "NAME")],
     *words: Annotated[str, Option("the program and its arguments", "-- COMMAND")],
     options: ScriptOptions,
-    ranks: Ranks = 1,
+    ranks: Annotated[int, Option("ranks on each host", "N")] = 1,
     ready: Annotated[
         str,
         Option(
@@ -91,8 +93,9 @@ def _port_of(ready: str) -> int:
         port = urlsplit(f"//:{ready}" if ready.isdigit() else ready).port
     except ValueError:
         port = 0
-    if port == 0 or (ready.isdigit() and port is None):
-        raise UsageError(f"invalid --ready={ready}", hint="expected a URL, a port from 1 to 65535, or a text")
+    if port == 0 or re.match(r"(?!https?://)\w+://", ready) or (ready.isdigit() and port is None):
+        hint = "expected an http or https URL, a port from 1 to 65535, or a text"
+        raise UsageError(f"invalid --ready={ready}", hint=hint)
     return port or 0
 
 
@@ -109,7 +112,9 @@ def _follow(run: Run, name: str, hosts: Sequence[Host], port: int, local: int | 
     events.subscribe(lambda event: print(event, file=sys.stderr, flush=True))
     said, is_open = "", False
     following = attached(run.id, hosts, inventory=run.inventory)
-    with left_running(name), closing(Forwards(events)) as forwards, following as found:
+    again = f"; its port again: skyfab forward {port} --host={hosts[0].name}" if port else ""
+    continues = f"{name} continues on {', '.join(run.hosts)}{again}; to end it: skyfab stop {shlex.quote(name)}"
+    with left_running(name, continues), closing(Forwards(events)) as forwards, following as found:
         while found.state in ("running", "unreachable"):
             phase = phase_of(found.parts)
             text = "" if phase is None else ": ".join(filter(None, (phase.phase, phase.text)))
@@ -120,9 +125,17 @@ def _follow(run: Run, name: str, hosts: Sequence[Host], port: int, local: int | 
                 if not port:
                     return
                 forward = forwards.open(hosts[0], found.inventory, port, local)
-                print(f"{forward.url} → {forward.to}", flush=True)
+                taken = f"port {port} is in use on this machine" if forward.port != (local or port) else ""
+                others = f"it also runs on {', '.join(run.hosts[1:])}" if run.hosts[1:] else ""
+                print("; ".join(filter(None, (f"{forward.url} → {forward.to}", taken, others))), flush=True)
                 is_open = True
             time.sleep(_PACE)
             found.look()
         if found.state != "stopped":
-            found.result()
+            try:
+                found.result()
+            except BroadcastError as error:
+                if isinstance(error.exceptions[0], WorkerDied):
+                    last = f"its last line of output: {found.last}; " if found.last else ""
+                    error.hint = f"{last}all output: skyfab logs {shlex.quote(name)}"
+                raise

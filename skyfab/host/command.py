@@ -20,7 +20,8 @@ if TYPE_CHECKING:
 
     Program = subprocess.Popen[bytes]
 
-_PLACEHOLDER = re.compile(r"\{(rank|world_size|local_rank|node|nodes|head|port)\}")
+_PLACEHOLDER = re.compile(r"\{(\{)?(rank|world_size|local_rank|node|nodes|head|port)\}(?(1)\})")
+"""With double braces it is not replaced, but written with single ones."""
 
 
 def execute(words: Sequence[str], folder: str | None = None) -> int:
@@ -51,7 +52,9 @@ def start(words: Sequence[str], *, port: int = 0, env: Mapping[str, str] | None 
         "head": info.head_addr,
         "port": port or info.head_port,
     }
-    words = [_PLACEHOLDER.sub(lambda found: str(values[found[1]]), word) for word in words]
+    words = [
+        _PLACEHOLDER.sub(lambda found: found[0][1:-1] if found[1] else str(values[found[2]]), word) for word in words
+    ]
     variables = {**_environment(), **({"MASTER_PORT": str(port)} if port else {}), **(env or {})}
     try:
         return subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, **options)
@@ -59,9 +62,16 @@ def start(words: Sequence[str], *, port: int = 0, env: Mapping[str, str] | None 
         if error.filename == options.get("cwd"):
             raise
         hint = "--pip=… installs its package, --sync copies the files of this folder to the hosts"
-        raise HostUnfit(f"command not found: {words[0]}", rank=info.rank, hint=hint) from None
+        raise unfit(f"command not found: {words[0]}", rank=info.rank, hint=hint) from None
     except (OSError, ValueError) as error:
-        raise HostUnfit(f"cannot start {words[0]}: {error}", rank=info.rank) from None
+        raise unfit(f"cannot start {words[0]}: {error}", rank=info.rank) from None
+
+
+def unfit(message: str, **place: Any) -> HostUnfit:
+    """The error of a host that lacks what this run needs: for the command line not one that was lost."""
+    error = HostUnfit(message, **place)
+    error.exit_code = 1
+    return error
 
 
 def end(program: Program, grace: float) -> None:

@@ -18,7 +18,7 @@ import threading
 import time
 
 from skyfab import context
-from skyfab.errors import HostLost, HostUnfit, WorkerDied
+from skyfab.errors import CallCancelled, HostLost, WorkerDied
 from skyfab.host import command, phase
 from skyfab.host.agent.zygote import SUBREAPER, prctl
 from skyfab.host.gpu_locks import REFUSE, Claim, visible
@@ -115,7 +115,7 @@ class _Rank:
         gpus = visible(os.environ, context.instance_info().accelerators)
         count = self._policy["count"] or len(gpus)
         if not 0 < count <= len(gpus):
-            raise HostUnfit(f"it has {len(gpus)} GPUs, but the run needs {max(1, count)}", rank=0)
+            raise command.unfit(f"it has {len(gpus)} GPUs, but the run needs {max(1, count)}", rank=0)
         low, waits = self._policy["low"], self._policy["wait"]
         self._claim = Claim(count, gpus, self._policy["run"], low=low, waits=waits)
         self._refuse_at = time.monotonic() + REFUSE
@@ -150,7 +150,11 @@ class _Rank:
     def _on_fail(self, message: Message) -> None:
         if "lost" in message:
             raise ChannelLost(f"rank {message['lost']} has gone")
-        raise HostUnfit(f"not enough free GPUs: {message['reason']}", hint="to wait for them: --when-free")
+        if message["rank"] != context.instance_info().rank:
+            raise CallCancelled("another host has not enough free GPUs")
+        few = f"--where='gpus.free >= {self._policy['count'] or 1}' --nodes=1"
+        hint = f"to wait for them: --when-free; for any host that has them: {few}"
+        raise command.unfit(f"not enough free GPUs: {message['reason']}", hint=hint)
 
     def stop(self, grace: float) -> None:
         """Ends the program, after SIGTERM and a grace if there is one, and releases the GPUs."""
@@ -233,7 +237,7 @@ class _Queue:
 
     def _on_refused(self, rank: int, message: Message) -> None:
         self._state = "refused"
-        self.head.push({"op": "fail", "reason": message["reason"]})
+        self.head.push({"op": "fail", "reason": message["reason"], "rank": rank})
 
     def _on_give_way(self, rank: int, message: Message) -> None:
         """Not if a program has ended: the others will too."""

@@ -6,6 +6,7 @@ Rank 0 decides, over the rank channel: it sends `start`, `stop` and `fail` to al
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import queue
 import signal
@@ -18,7 +19,7 @@ from skyfab import context
 from skyfab.errors import HostUnfit, WorkerDied
 from skyfab.host import phase
 from skyfab.host.agent.zygote import SUBREAPER, end_children, prctl
-from skyfab.host.command import end, how_it_ended, start
+from skyfab.host.command import end, how_it_ended, start, unfit
 from skyfab.host.rank_channel import Channel, ChannelLost, Head
 
 TYPE_CHECKING = False  # as in all modules that hosts import
@@ -90,7 +91,7 @@ class _Rank:
             if self._is_stopped:
                 raise WorkerDied("it was stopped")
             if "fail" in message:
-                kind = HostUnfit if message["unfit"] else WorkerDied
+                kind = unfit if message["unfit"] else WorkerDied
                 raise kind(message["fail"], rank=context.instance_info().rank, hint=message["hint"])
             if "start" in message:
                 try:
@@ -161,7 +162,10 @@ class _Coordinator:
                 since = now
                 phase.enter("ready")
             elif now > began + self._timeout:
-                return f"it was not ready after {self._timeout:.0f} s"
+                what = f"{'port ' * self._ready.isdigit()}{self._ready} does not respond on its host"
+                if not self._ready.isdigit() and not _is_url(self._ready):
+                    what = f"rank 0 has not printed {self._ready!r}"
+                return f"it was not ready after {self._timeout:.0f} s: {what}"
 
     def _restart(self, head: Head, why: str) -> None:
         """Stops all ranks. Raises WorkerDied if there were too many restarts."""
@@ -202,14 +206,18 @@ def _check_free(port: int) -> int:
         ) from None
 
 
+def _is_url(ready: str) -> bool:
+    return ready.startswith(("http://", "https://"))
+
+
 def _is_ready(ready: str, logs: dict[str, int]) -> bool:
     if not ready:
         return True
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError, http.client.HTTPException):
         if ready.isdigit():
             socket.create_connection(("127.0.0.1", int(ready)), 4 * _TICK).close()
             return True
-        if "://" in ready:
+        if _is_url(ready):
             opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
             opener.open(ready, timeout=4 * _TICK).close()
             return True

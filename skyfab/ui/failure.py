@@ -24,7 +24,7 @@ from typing import Any, Final
 
 from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted
-from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError, located
+from skyfab.errors import BroadcastError, HostUnfit, RemoteTraceback, SkyfabError, located
 from skyfab.ui.terminal import clean_lines, ipython
 
 _HEADER: Final = "Traceback (most recent call last):"
@@ -141,13 +141,16 @@ def _own_frames(lines: Sequence[str]) -> Iterator[str]:
 def _ending(error: BaseException, prefix: str = "") -> Iterator[str]:
     """What happened, the cause on the last line, and what to do about it."""
     if isinstance(error, BroadcastError):
-        yield f"{prefix}{error.message}"
-        first = _kind(_first(error))
+        typed, first = not prefix, _kind(_first(error))
+        if typed or not all(isinstance(one, HostUnfit) for one in error.exceptions):  # else the program did not begin
+            yield f"{prefix}{error.message}"
+            prefix = ""
         alike = Counter(map(_kind, error.exceptions))
         for kind in sorted(alike, key=first.__eq__):  # the first failure is the last line
             one = next(failure for failure in error.exceptions if _kind(failure) == kind)
             more = alike[kind] - 1
-            yield _line(one, typed=not prefix) + (f" (same error on {counted(more, 'more rank')})" if more else "")
+            yield prefix + _line(one, typed=typed) + (f" (same error on {counted(more, 'more rank')})" if more else "")
+            prefix = ""
         yield from _hints(error) or _hints(_first(error))
     elif isinstance(error, SkyfabError) and hasattr(error, "exceptions"):
         yield f"{prefix}{error}"
@@ -231,12 +234,13 @@ def _show(error: BaseException, before: str = "") -> bool:
 
 
 @contextmanager
-def left_running(run: str) -> Iterator[None]:
+def left_running(run: str, text: str = "") -> Iterator[None]:
     """Ctrl-C during the block does not stop the run, which its message says."""
     try:
         yield
     except KeyboardInterrupt as error:
-        vars(error)["stopped"] = HINTS.adapted(f"the run was not stopped; to stop it: skyfab stop {shlex.quote(run)}")
+        text = text or f"the run was not stopped; to stop it: skyfab stop {shlex.quote(run)}"
+        vars(error)["stopped"] = HINTS.adapted(text)
         raise
 
 

@@ -145,6 +145,21 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["run"], "error: the following arguments are required: FILE.py[:function]\nhint: skyfab run --help\n"),
         (["run", ""], "error: FILE.py[:function] must not be empty\n"),
         (["run", "no.py"], "error: no such file: no.py\n"),
+        (
+            ["run", "--hosts=node1", "--inventory=a.toml", "nosuch-smi", "-L"],
+            "hint: to run a program: skyfab run --inventory=a.toml --hosts=node1 -- nosuch-smi -L\n",
+        ),
+        (["run", "python3", "x.py"], "no such file: python3\nhint: to run a program: skyfab run -- python3 x.py\n"),
+        (
+            ["serve", "web", "--ranks=1", "python3", "-m", "http.server"],
+            "error: unexpected argument 'python3'\n"
+            "hint: put the program after --: skyfab serve web --ranks=1 -- python3 -m http.server\n",
+        ),
+        (["serve", "web", "--bogus", "python3"], "error: unknown option --bogus\n"),
+        (
+            ["serve", "web", "--ready=file:///etc/passwd", "--", "true"],
+            "error: invalid --ready=file:///etc/passwd\nhint: expected an http or https URL, ",
+        ),
         (["run", "node1", "x.py", "-a"], "hint: to name hosts: skyfab run --hosts=node1 x.py -a\n"),
         (["run", "--quux=3", "x.py"], "error: unknown option --quux\nhint: skyfab run --help\n"),
         (

@@ -256,10 +256,13 @@ def test_what_a_program_of_low_priority_has_started_ends_when_it_gives_way(queue
 def test_without_waiting_gpus_in_use_are_an_error(queue: Queue) -> None:
     queue.start("night", "--gpus=1", user="root")
     queue.runs("night")
-    ran = queue.run("--gpus=2", "work.py", "x", "y")
-    assert ran.code != 0
-    assert re.search(r"not enough free GPUs: after root's night \(node1, 1 GPU, \d+ s so far\)", ran.err), ran.err
-    assert "hint: to wait for them: --when-free" in ran.err
+    ran = queue.run("--gpus=2", "work.py", "x", "y", hosts="node1,node2")
+    assert ran.code == 1
+    who = r"after root's night \(node1, 1 GPU, \d+ s so far\)"
+    assert re.search(rf"^error: node1\[\d\]: not enough free GPUs: {who}\n", ran.err, re.MULTILINE), ran.err
+    few = "--where='gpus.free >= 2' --nodes=1"
+    assert f"hint: to wait for them: --when-free; for any host that has them: {few}\n" in ran.err
+    assert "waiting" not in ran.err
     ran = queue.run("--gpus=1", "--", "sh", "-c", "echo GPU $CUDA_VISIBLE_DEVICES of {node}")
     assert (ran.code, ran.out.splitlines()) == (0, ["node1[0] GPU 1 of 0"]), ran.err
 
@@ -269,6 +272,7 @@ def test_how_the_program_ends_is_how_the_run_ends(queue: Queue) -> None:
     assert ran.code == 1
     assert "sh ended with exit code 3" in ran.err
     ran = queue.run("--gpus=1", "--", "no-such-program")
+    assert ran.code == 1
     assert "command not found: no-such-program" in ran.err
 
 

@@ -82,8 +82,8 @@ def test_a_module_of_the_hosts_own_python_runs(project: Path, lab: Lab) -> None:
         (["--"], 2, "error: no command to run\nhint: put it after --: skyfab run -- hostname\n"),
         (["--", "sh", "-c", "exit 3"], 1, "sh ended with exit code 3"),
         (["--", "sh", "-c", "kill -9 $$"], 1, "sh was ended by SIGKILL"),
-        (["--", "no-such-program", "x"], 3, "command not found: no-such-program"),
-        (["--", "/etc/passwd"], 3, "cannot start /etc/passwd: [Errno 13] Permission denied"),
+        (["--", "no-such-program", "x"], 1, "error: local[0]: command not found: no-such-program"),
+        (["--", "/etc/passwd"], 1, "cannot start /etc/passwd: [Errno 13] Permission denied"),
         (["--", "true"], 0, ""),
     ],
 )
@@ -91,6 +91,33 @@ def test_how_it_ends_is_how_the_command_ends(project: Path, words: list[str], co
     ran = skyfab(project, "run", "--ranks=1", *words)
     assert ran.returncode == code, ran.stderr
     assert said in ran.stderr
+
+
+OWN = """
+import argparse
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--hosts")
+parser.add_argument("--when-free", action="store_true")
+parser.parse_args()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "words", "note"),
+    [
+        ("", ["--hosts=node1"], "note: --hosts=node1 is passed to mine.py; options of skyfab go before the file\n"),
+        ("", ["--ranks", "2", "--when-free", "--x"], "note: --ranks --when-free is passed to mine.py; "),
+        (OWN, ["--hosts=node1", "--when-free"], ""),
+        ("", ["hosts=node1", "--host=node1", "--epochs=3"], ""),
+    ],
+)
+def test_options_of_skyfab_that_a_script_gets_are_noted(project: Path, text: str, words: list[str], note: str) -> None:
+    (project / "mine.py").write_text(text)
+    ran = skyfab(project, "run", "--ranks=1", "mine.py", *words)
+    assert ran.returncode == 0, ran.stderr
+    assert note in ran.stderr
+    assert ("note: " in ran.stderr) == bool(note)
 
 
 # ---- commands
@@ -108,13 +135,14 @@ print("master", os.environ["MASTER_ADDR"] + ":" + os.environ["MASTER_PORT"], pac
 
 def test_a_command_runs_on_every_rank_with_torchruns_variables(project: Path, lab: Lab) -> None:
     (project / "package" / "show.py").write_text(SHOW)
-    places = "{rank}/{world_size} {node}/{nodes} {local_rank} {unknown} {head}:{port}"
+    places = "{rank}/{world_size} {node}/{nodes} {local_rank} {unknown} {{rank}} {{rank}x {head}:{port}"
     words = ("run", "--hosts=node1,node2", "--ranks=2", "--", "python3", "-m", "package.show", places)
     ran = skyfab(project, *words, inventory=lab.inventory)
     assert ran.returncode == 0, ran.stderr
     found = [re.sub(r"\S+:\d+", "HEAD", line) for line in lines(ran.stdout)]
     assert found == [
-        f"node{node + 1}[{rank}] {rank}/4 {node}/2 {rank % 2} {{unknown}} HEAD | {rank} 4 {rank % 2} 2 {node} {node}"
+        f"node{node + 1}[{rank}] {rank}/4 {node}/2 {rank % 2} {{unknown}} {{rank}} {{{rank}x HEAD"
+        f" | {rank} 4 {rank % 2} 2 {node} {node}"
         for rank, node in ((0, 0), (1, 0), (2, 1), (3, 1))
     ]
     masters = set(re.findall(r"master (\S+) helped", ran.stderr))

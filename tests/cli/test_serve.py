@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -82,11 +83,12 @@ def page(url: str) -> list[str]:
 @pytest.mark.slow
 def test_a_server_of_two_ranks_is_here_and_restarts_when_a_rank_is_killed(folder: Path, namespaces: Lab) -> None:
     words = ("pages", "--hosts=node1,node2", "--sync", "--ready=8123", "--", "python3", "rank_server.py", "8123")
-    with serving(folder, namespaces, *words) as command:
+    with socket.create_server(("127.0.0.1", 8123)), serving(folder, namespaces, *words) as command:
         assert command.stdout is not None
         command.stdout.readline()  # its id
-        url = command.stdout.readline().split(" → ")[0]
-        assert url.startswith("http://127.0.0.1:")
+        url, _, where = command.stdout.readline().partition(" → ")
+        assert url.startswith("http://127.0.0.1:") and ":8123" not in url
+        assert where == "node1:8123; port 8123 is in use on this machine; it also runs on node2\n"
         before = page(url)
         assert [line.partition(",")[0] for line in before] == ["rank 0 on node1", "rank 1 on node2"]
         assert phase(folder, namespaces, "pages") == "ready"
@@ -99,7 +101,8 @@ def test_a_server_of_two_ranks_is_here_and_restarts_when_a_rank_is_killed(folder
         _, said = command.communicate(timeout=60)
         assert command.returncode == 130
         assert "pages: restarting: rank 1: python3 was ended by SIGKILL; restart 1 of 3\n" in said
-        assert "the run was not stopped; to stop it: skyfab stop pages" in said
+        again = "its port again: skyfab forward 8123 --host=node1; to end it: skyfab stop pages"
+        assert f"interrupted: pages continues on node1, node2; {again}\n" in said
     assert phase(folder, namespaces, "pages") == "ready"  # without this program
     stop(folder, namespaces, "pages")
 
@@ -108,11 +111,16 @@ def serve(folder: Path, lab: Lab, *words: str) -> subprocess.CompletedProcess[st
     return skyfab(folder, "serve", "--hosts=node1", *words, inventory=lab.inventory)
 
 
+def test_it_has_one_rank_on_each_host(folder: Path) -> None:
+    assert "ranks on each host (default: 1)" in skyfab(folder, "serve", "--help").stdout
+
+
 @pytest.mark.slow
 def test_it_fails_when_there_were_too_many_restarts(folder: Path, namespaces: Lab) -> None:
     served = serve(folder, namespaces, "short", "--restarts=1", "--", "sh", "-c", "echo attempt; exit 3")
     assert served.returncode == 1
-    assert "rank 0: sh ended with exit code 3 (restarts: 1)" in served.stderr
+    assert "rank 0: sh ended with exit code 3 (restarts: 1)\n" in served.stderr
+    assert "hint: its last line of output: attempt; all output: skyfab logs short\n" in served.stderr
     assert phase(folder, namespaces, "short") == "failed"
     logs = skyfab(folder, "logs", "short", inventory=namespaces.inventory)
     assert logs.stdout == "node1 attempt\n" * 2
@@ -122,23 +130,41 @@ def test_a_port_that_is_taken_is_an_error_immediately(folder: Path, namespaces: 
     """Else another program would be taken for the server that is ready."""
     words = ("pages", f"--ready={namespaces.hosts[0].port}", "--", "sleep", "600")
     served = serve(folder, namespaces, *words)
-    assert served.returncode == 3
+    assert served.returncode == 1
     assert f"port {namespaces.hosts[0].port} of rank 0's host is not free: Address already in use" in served.stderr
     assert "hint: another program may use it, such as an earlier server" in served.stderr
     until(lambda: not traces.on(namespaces.hosts[0]))
 
 
-def test_one_that_is_never_ready_fails(folder: Path, namespaces: Lab) -> None:
-    words = ("slow", "--ready=http://127.0.0.1:8124/health", "--timeout=1", "--restarts=0", "--", "sleep", "600")
+GARBAGE = """
+import socket
+with socket.create_server(("127.0.0.1", 8124)) as server:
+    while True:
+        server.accept()[0].sendall(b"not HTTP at all\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("ready", "program", "why"),
+    [
+        ("http://127.0.0.1:8124/health", "sleep 600", "http://127.0.0.1:8124/health does not respond on its host"),
+        ("http://127.0.0.1:8124/", f"exec python3 -c '{GARBAGE}'", "http://127.0.0.1:8124/ does not respond"),
+        ("8124", "sleep 600", "port 8124 does not respond on its host"),
+        ("at http://all", "sleep 600", "rank 0 has not printed 'at http://all'"),
+    ],
+)
+def test_one_that_is_never_ready_fails(folder: Path, namespaces: Lab, ready: str, program: str, why: str) -> None:
+    words = ("slow", f"--ready={ready}", "--timeout=1", "--restarts=0", "--", "sh", "-c", program)
     served = serve(folder, namespaces, *words)
     assert served.returncode == 1
-    assert "it was not ready after 1 s" in served.stderr
+    assert f"it was not ready after 1 s: {why}" in served.stderr
+    assert "hint: all output: skyfab logs slow\n" in served.stderr
     until(lambda: not traces.on(namespaces.hosts[0]))
 
 
 def test_a_command_that_is_not_there_is_not_restarted(folder: Path, namespaces: Lab) -> None:
     served = serve(folder, namespaces, "none", "--", "no-such-program")
-    assert served.returncode == 3
+    assert served.returncode == 1
     assert "command not found: no-such-program" in served.stderr
     assert "restarting" not in served.stderr
 
@@ -181,6 +207,7 @@ def test_the_loss_of_a_rank_ends_the_server_everywhere(folder: Path, namespaces:
         ("http://[::1]:99/x", 99),
         ("Uvicorn running", 0),
         ("note: done", 0),
+        ("Listening at tcp://0.0.0.0:99", 0),
         ("", 0),
     ],
 )
@@ -188,7 +215,9 @@ def test_the_port_is_that_of_the_readiness_check(ready: str, port: int) -> None:
     assert _port_of(ready) == port
 
 
-@pytest.mark.parametrize("ready", ["0", "70000", "http://127.0.0.1:99999/", "http://x:port/"])
+@pytest.mark.parametrize(
+    "ready", ["0", "70000", "file:///etc/passwd", "ftp://127.0.0.1:99/", "http://127.0.0.1:99999/", "http://x:port/"]
+)
 def test_a_readiness_check_that_cannot_be(ready: str) -> None:
     with pytest.raises(sky.UsageError, match="invalid --ready="):
         _port_of(ready)

@@ -595,7 +595,7 @@ def test_ctrl_c_may_detach(namespaces: Lab, script: Path, host_with_runs: Callab
             person.presses(b"\x03")
             person.sees("etach and leave it running")
             person.types(answer)
-        person.sees("is running on node1")
+        person.sees("was started on node1")
         assert person.ends() == 0
     (name,) = host_with_runs() - before
     kept = {path.name for path in namespaces.hosts[0].path(f"/root/.cache/skyfab/runs/{name}").iterdir()}

@@ -57,18 +57,9 @@ def open_device(name: str, link: HostLink, *, run: str = "", seeded: bool = True
         with _registering:
             backend.register()  # while the host imports torch
         hello = stream.receive(asked).value()
-        theirs = hello.get("torch") if isinstance(hello, dict) else None
-        if str(theirs).split(".")[:2] != torch.__version__.split(".")[:2]:
+        if (unfit := _refusal(hello, link.name, torch.__version__, seeded=seeded)) is not None:
             link.close()
-            if not theirs:
-                hint = "Compute(…, plugins=[sky.plugins.torch()])"
-                raise HostUnfit("its Python has no torch", host=link.name, hint=hint)
-            ours, other = (str(version).partition("+")[0] for version in (torch.__version__, theirs))
-            raise HostUnfit(
-                f"has torch {theirs}, this program has {torch.__version__}: major and minor version must be equal",
-                host=link.name,
-                hint=f'Image(pip=["torch=={ours}"])' if seeded else f"pip install torch=={other}",
-            )
+            raise unfit
     except BaseException:  # also what a handler of signals raises while the host imports torch
         stream.close()
         raise
@@ -81,6 +72,24 @@ def open_device(name: str, link: HostLink, *, run: str = "", seeded: bool = True
     if os.environ.get(ACCELERATE) in (None, *(str(old.torch_device) for old in tensors.streams if old.is_lost)):
         os.environ[ACCELERATE] = str(stream.torch_device)  # they would silently use this machine's CPU
     return stream
+
+
+def _refusal(hello: Any, host: str, ours: str, *, seeded: bool) -> HostUnfit | None:
+    """Why a host that has answered like this cannot be used by a program that has torch `ours`; None if it can."""
+    theirs = hello.get("torch") if isinstance(hello, dict) else None
+    if not theirs:
+        return HostUnfit("its Python has no torch", host=host, hint="Compute(…, plugins=[sky.plugins.torch()])")
+    if str(theirs).split(".")[:2] != ours.split(".")[:2]:
+        own, other = (str(version).partition("+")[0] for version in (ours, theirs))
+        return HostUnfit(
+            f"has torch {theirs}, this program has {ours}: major and minor version must be equal",
+            host=host,
+            hint=f'Image(pip=["torch=={own}"])' if seeded else f"pip install torch=={other}",
+        )
+    if hello.get("usable") is False:
+        hint = 'compute.device("cpu"), or a build with CUDA: Compute(…, plugins=[sky.plugins.torch(cuda=…)])'
+        return HostUnfit(f"its torch {theirs} cannot use CUDA", host=host, hint=hint)
+    return None
 
 
 def _stream_of(device: Any) -> DeviceStream:

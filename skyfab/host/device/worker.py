@@ -56,7 +56,7 @@ class Executor:
             code: getattr(self, f"_{name.lower()}") for name, code in wire.INSTRUCTIONS.items()
         }
         self._scope = {"device": self._device, "tensors": self._tensors, "generator": self._generators.__getitem__}
-        if self._device.type == "cuda":
+        if self._device.type == "cuda" and torch.cuda.is_available():  # else the client refuses the host: see `_hello`
             torch.cuda.set_device(self._device)
             self._generators[0] = torch.cuda.default_generators[self._device.index]
         else:
@@ -173,7 +173,8 @@ class Executor:
         torch.set_deterministic_debug_mode(mode)
 
     def _hello(self, _: Sequence[Any]) -> None:
-        self._reply = {"value": {"torch": torch.__version__, "device": str(self._device)}}
+        usable = self._device.type == "cpu" or torch.cuda.is_available()
+        self._reply = {"value": {"torch": torch.__version__, "device": str(self._device), "usable": usable}}
 
     # ---- tensors
 

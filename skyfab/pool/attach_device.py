@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
+from skyfab._util.suggest import did_you_mean
 from skyfab.calls.image import Image
 from skyfab.detached.run import attached, runs
 from skyfab.device import devices
@@ -14,6 +15,7 @@ from skyfab.errors import UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.compute import Compute
+from skyfab.ui.events import Notice
 
 if TYPE_CHECKING:
     import torch
@@ -44,17 +46,25 @@ def attach_device(
             host = next(one for one in run.asker.hosts if one.name == run.hosts[0])
     except UsageError as error:
         running = [run.name for run in runs(hosts, inventory=inventory) if run.state == "running"]
-        error.hint = f"these are running: {', '.join(running)}" if running else error.hint
+        named = f"these are running: {', '.join(running)}" if running else error.hint
+        error.hint = did_you_mean(name, running) or named
         raise
+    if run.state == "stopped":
+        hint = f'make it again: compute.device(…, name="{name}")'
+        raise UsageError(f"the device {name} was stopped", host=host.name, hint=hint)
     if run.state != "running":
-        run.result(timeout=0)  # raises the reason if it was lost, stopped or has failed
+        run.result(timeout=0)  # raises the reason if it was lost or has failed
         raise UsageError(f"{name!r} has ended: {run.last}")
     stream, _ = devices.staying.get(run.id, (None, None))
     if stream is None or stream.is_lost:  # else a cell of a notebook is executed again
         image = Image(python=run.parts[0].about.python)
         pool = Compute([host], inventory=run.inventory, image=image, **options)
         try:
-            stream = pool.open().join_device(run, seeded=False)
+            pool.open()
+            if "in use by" in run.last:
+                text = f"{run.last}; waiting 15 s for that program to end"
+                pool.events.emit(Notice(host=host.name, text=text))
+            stream = pool.join_device(run, seeded=False)
         except BaseException:
             pool.close()
             raise

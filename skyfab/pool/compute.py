@@ -692,7 +692,7 @@ class Compute(ShownAsTable):
             if run.name == name and run.state == "running":
                 if (opened := self._devices.streams.get((node.name, run.id))) is not None:
                     return opened.torch_device
-                hint = f'sky.attach_device("{name}"), or free it: skyfab stop {run.id[:8]}'
+                hint = f'sky.attach_device("{name}"), or delete it with all that it keeps: skyfab stop {run.id[:8]}'
                 raise UsageError(f"there is a run {name!r}", host=run.hosts[0], hint=hint)
         stay = Function(device_that_stays, timeout=1e9)  # that of the pool is for other calls
         run = self.launch(stay(device_name(node, kind), *limits), on=node.name, name=name)

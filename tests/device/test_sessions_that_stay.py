@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -194,7 +195,9 @@ def test_ids_of_programs_do_not_collide(program: Program, attach: Attach) -> Non
     assert total.item() == -50.0 * sum(range(400))
 
 
-def test_only_one_program_uses_it(program: Program, attach: Attach) -> None:
+def test_only_one_program_uses_it(
+    program: Program, attach: Attach, inventory: sky.Inventory, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The other one is told who does; when that one has ended, it takes over."""
     holder = program("""
         device = compute.device("cpu", name="lab")
@@ -203,9 +206,12 @@ def test_only_one_program_uses_it(program: Program, attach: Attach) -> None:
         time.sleep(600)
     """)
     pid = said(holder)
-    with pytest.raises(sky.UsageError, match=rf"in use by \S+@\S+ \(process {pid}\)") as error:
-        attach("lab")
-    assert "skyfab stop" in str(error.value)
+    used = rf"in use by \S+@\S+ \(process {pid}\)"
+    with pytest.raises(sky.UsageError, match=used) as error:
+        sky.attach_device("lab", "all", inventory=inventory, ui="plain")
+    hint = "end that program, or delete the device with all that it keeps: skyfab stop"
+    assert hint in str(error.value)
+    assert re.search(rf"{used}.*; waiting 15 s for that program to end", capsys.readouterr().err)
     holder.kill()
     assert attach("lab")[1]["x"].tolist() == [1, 1, 1]
 
@@ -251,6 +257,9 @@ def test_names(pool: Any, attach: Attach, inventory: sky.Inventory) -> None:
     with pytest.raises(sky.UsageError, match="no run 'other'") as error:
         attach("other")
     assert error.value.hint == "these are running: lab"
+    with pytest.raises(sky.UsageError, match="no run 'lba'") as error:
+        attach("lba")
+    assert error.value.hint == "did you mean lab?"
     for name in ("", "a\nb"):
         with pytest.raises(sky.UsageError, match="invalid name"):
             compute.device("cpu", name=name)
@@ -267,9 +276,22 @@ def test_stopped(pool: Any, attach: Attach, inventory: sky.Inventory) -> None:
     run.stop()
     with pytest.raises(sky.WorkerDied):
         x.tolist()
-    with pytest.raises(sky.SkyfabError, match="was stopped"):
+    with pytest.raises(sky.UsageError, match="node1: the device lab was stopped") as error:
         attach("lab")
+    assert error.value.hint == 'make it again: compute.device(…, name="lab")'
     assert torch.ones(2, device=compute.device("cpu", name="lab")).tolist() == [1, 1], "the name is free again"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs hosts whose torch has no CUDA")
+def test_a_torch_without_cuda_on_a_host_with_gpus(lent_hosts_of: Callable[..., list[sky.Host]]) -> None:
+    hosts = lent_hosts_of("openssh", gpus=(0, 1))
+    with sky.Compute(hosts[:1], ui="none") as compute:
+        for options in ({}, {"name": "lab"}):
+            with pytest.raises(sky.HostUnfit, match=r"node1: its torch \S+ cannot use CUDA") as error:
+                compute.device("auto", **options)
+            assert 'compute.device("cpu")' in str(error.value.hint)
+        assert torch.ones(2, device=compute.device("cpu")).tolist() == [1, 1]
+        assert all(run.state != "running" for run in sky.runs(hosts[:1]))
 
 
 def test_the_time_is_over(pool: Any, attach: Attach, inventory: sky.Inventory) -> None:

@@ -49,7 +49,9 @@ def hand_over(request: dict[str, Any], source: int, sink: int) -> Exception:
         reply = link.recv(4096)
     if reply != b"accepted":
         why = reply.decode(errors="replace") or last_line(f"{run}/logs") or "the device has ended"
-        return UsageError(why, hint=f"wait until it is free, or free it: skyfab stop {os.path.basename(run)[:8]}")
+        other = "" if reply else "end that program, or "
+        hint = f"{other}delete the device with all that it keeps: skyfab stop {os.path.basename(run)[:8]}"
+        return UsageError(why, hint=hint)
     for fd in (source, sink, 1, 2):
         os.close(fd)
     link.settimeout(None)

@@ -249,10 +249,13 @@ class Driver:
                 words = [sys.executable, *limited, script, *trial["words"]]
                 program = start(words, env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True)
             self._groups.add(program.pid)
+            if sys.platform == "linux":  # until it is reaped, no other process or group can have its number
+                os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
+                with contextlib.suppress(OSError):
+                    os.killpg(program.pid, signal.SIGKILL)  # what it has left running could use its GPUs
+                self._groups.discard(program.pid)
             code = program.wait()
             self._groups.discard(program.pid)
-            with contextlib.suppress(OSError):
-                os.killpg(program.pid, signal.SIGKILL)  # what it has left running could use its GPUs
             if code:
                 error = _last_line(f"{folder}/log.txt")
         except (OSError, SkyfabError) as failure:  # no space, or no permission

@@ -25,7 +25,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("trian.py", "did you mean train.py?"),
         ("trian.py:train", "did you mean train.py?"),
         ("my dta/x.py", "skyfab run --help"),
-        ("my dat", "skyfab run --help"),  # a folder is not a script
+        ("my dat", "to run a program: skyfab run -- 'my dat'"),  # a folder has a similar name, but is not a script
         ("quite different.py", "skyfab run --help"),
         ("train.py:a b", "skyfab run train.py:main"),
     ],

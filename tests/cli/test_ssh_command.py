@@ -112,8 +112,8 @@ def test_the_folder_and_environment_of_a_run(
     assert lines[0].endswith("/elsewhere")
     if lab.kind == "namespace":  # on loopback, files of whoever runs the tests may change PATH
         assert lines[1].startswith(f"{lines[2]}/")
-    done = ssh(folder, "node2", "--run=other")
-    assert (done.returncode, "no run 'other' on these hosts" in done.stderr) == (2, True)
+    done = ssh(folder, "node2", "--run=never-started")
+    assert (done.returncode, "no run 'never-started' on these hosts" in done.stderr) == (2, True)
 
 
 def test_what_cannot_be_entered(folder: Path) -> None:

@@ -354,6 +354,11 @@ class Claim:
         later = sum(count for order, count in gain.items() if order > low[-1][0])
         return later < missing <= sum(gain.values())
 
+    @property
+    def refusal(self) -> str:
+        """The reason, for a program that does not wait."""
+        return self.reason.partition(", ")[2].replace("after ", "in use by ", 1)
+
     def release(self) -> None:
         """Gives the GPUs back, or leaves the queue."""
         for file in (self._hold, self._ticket):
@@ -371,7 +376,7 @@ def hold_free(gpus: Sequence[int]) -> tuple[tuple[int, ...], str]:
         time.sleep(0.1)
     if not claim.gpus:
         claim.release()
-    return claim.gpus, claim.reason.partition(", ")[2] or "the host has none"
+    return claim.gpus, claim.refusal or "the host has none"
 
 
 def _is_busy(gpu: dict[str, Any]) -> bool:

@@ -130,7 +130,7 @@ class _Rank:
             self._channel.request({"op": "taken", "gpus": claim.gpus, "warning": claim.warning})
         elif not self._policy["wait"]:
             if time.monotonic() > self._refuse_at:
-                self._channel.request({"op": "refused", "reason": claim.reason.partition(", ")[2]})
+                self._channel.request({"op": "refused", "reason": claim.refusal})
         elif claim.reason != self._said:
             self._said = claim.reason
             self._channel.request({"op": "waits", "reason": claim.reason})

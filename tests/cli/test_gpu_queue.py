@@ -226,7 +226,7 @@ def test_a_run_that_does_not_wait_leaves_those_of_low_priority_alone(queue: Queu
     queue.runs("low")
     ran = queue.run("--gpus=2", "work.py", "x", "y", user="root")
     assert ran.code != 0
-    assert "not enough free GPUs: after ada's low" in ran.err
+    assert "not enough free GPUs: in use by ada's low" in ran.err
     assert "waiting for GPUs" not in ran.err
     assert queue.spot.notes("low.checkpoint") == {}
     queue.go("low")
@@ -258,7 +258,7 @@ def test_without_waiting_gpus_in_use_are_an_error(queue: Queue) -> None:
     queue.runs("night")
     ran = queue.run("--gpus=2", "work.py", "x", "y", hosts="node1,node2")
     assert ran.code == 1
-    who = r"after root's night \(node1, 1 GPU, \d+ s so far\)"
+    who = r"in use by root's night \(node1, 1 GPU, \d+ s so far\)"
     assert re.search(rf"^error: node1\[\d\]: not enough free GPUs: {who}\n", ran.err, re.MULTILINE), ran.err
     few = "--where='gpus.free >= 2' --nodes=1"
     assert f"hint: to wait for them: --when-free; for any host that has them: {few}\n" in ran.err

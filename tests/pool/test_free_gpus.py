@@ -48,7 +48,7 @@ def test_a_pool_takes_what_is_free_and_others_see_it(hosts_of: Any) -> None:
 def test_a_host_without_free_gpus_says_who_holds_them(hosts_of: Any) -> None:
     hosts = hosts_of("openssh", 2, user="ada", gpus=(0, 1))
     with sky.Compute(hosts[:1], gpus="free", ui="none"):
-        with pytest.raises(sky.HostUnfit, match=r"no GPU is free: after ada's program \(node1, 2 GPUs, ") as failed:
+        with pytest.raises(sky.HostUnfit, match=r"no GPU is free: in use by ada's program \(node1, 2 GPUs, ") as failed:
             sky.Compute(hosts, gpus="free", ui="none").open()
         assert failed.value.host == "node1"
         assert failed.value.hint == "choose hosts by where='gpus.free >= 1', or wait: skyfab run --when-free"

@@ -25,7 +25,12 @@ from skyfab.ui.events import Event, Notice
 distributed = pytest.importorskip("distributed")
 np = pytest.importorskip("numpy")
 
-pytestmark = [pytest.mark.lab, pytest.mark.slow]
+pytestmark = [
+    pytest.mark.lab,
+    pytest.mark.slow,
+    # A client of Dask whose scheduler was lost leaves sockets and exceptions to the garbage collector.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 COUNT = 2
 """Hosts."""

@@ -35,7 +35,7 @@ MOST = 256 * 1024
 """Bytes of a line."""
 _GREETING = 5.0
 """Seconds for each step until a peer has proven that it knows the secret."""
-_MOST_GUESTS = 64
+_MOST_UNPROVEN = 64
 """Peers that have not proven it yet: any machine can connect. For one more, the one that waits longest is dropped."""
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 25_000}
 """A machine that no longer responds is noticed after 25 s."""
@@ -118,7 +118,7 @@ class Head:
         self._handle = handle
         self._gone = gone
         self._ranks: dict[int, _Lines] = {}
-        self._guests: list[socket.socket] = []
+        self._unproven: list[socket.socket] = []
         self._lock = threading.Lock()
         self._is_closed = False
         threading.Thread(target=self._accept, name="skyfab-ranks", daemon=True).start()
@@ -144,30 +144,30 @@ class Head:
     def _accept(self) -> None:
         while not self._is_closed:
             try:
-                guest, _ = self._listener.accept()
+                peer, _ = self._listener.accept()
             except OSError:
                 time.sleep(0.1)  # closed, or no descriptor is free
                 continue
             with self._lock:
-                self._guests.append(guest)
-                if len(self._guests) > _MOST_GUESTS:
-                    _shut(self._guests.pop(0))
-            threading.Thread(target=self._attend, args=(guest,), name="skyfab-rank", daemon=True).start()
+                self._unproven.append(peer)
+                if len(self._unproven) > _MOST_UNPROVEN:
+                    _shut(self._unproven.pop(0))
+            threading.Thread(target=self._attend, args=(peer,), name="skyfab-rank", daemon=True).start()
         self._listener.close()
 
-    def _attend(self, guest: socket.socket) -> None:
+    def _attend(self, peer: socket.socket) -> None:
         """Finds out if a peer is a rank, and if so, answers its requests until it goes."""
         rank, is_here = -1, False
         try:
-            guest.settimeout(_GREETING)
-            lines = _Lines(guest, self._secret, is_head=True)
+            peer.settimeout(_GREETING)
+            lines = _Lines(peer, self._secret, is_head=True)
             number = int(lines.read()["rank"])
             lines.keep_alive()
             with self._lock:
                 if self._is_closed or number in self._ranks:
                     return
                 self._ranks[number] = lines
-                self._guests = [one for one in self._guests if one is not guest]
+                self._unproven = [one for one in self._unproven if one is not peer]
             rank = number
             lines.send({"welcome": rank})
             lines.read()  # it has read that in time: else it tries again, and has not gone
@@ -178,9 +178,9 @@ class Head:
             pass  # not a rank, or it has gone
         finally:
             with self._lock:
-                self._guests = [one for one in self._guests if one is not guest]
+                self._unproven = [one for one in self._unproven if one is not peer]
                 self._ranks.pop(rank, None)
-            guest.close()
+            peer.close()
             if is_here and not self._is_closed:
                 self._gone(rank)
 

@@ -163,10 +163,10 @@ def test_peers_that_say_nothing_are_dropped(star: Star, monkeypatch: pytest.Monk
 
 def test_many_peers_that_say_nothing_keep_no_rank_out(star: Star) -> None:
     """The oldest ones are dropped, although their time is not over."""
-    strangers = [star.stranger() for _ in range(rank_channel._MOST_GUESTS + 20)]
+    strangers = [star.stranger() for _ in range(rank_channel._MOST_UNPROVEN + 20)]
     assert star.rank(5).request({}) == {"rank": 5}
     assert is_dropped(strangers[0])
-    assert threading.active_count() < rank_channel._MOST_GUESTS + 20
+    assert threading.active_count() < rank_channel._MOST_UNPROVEN + 20
 
 
 @pytest.mark.parametrize("word", ["twice", "original"])

@@ -21,8 +21,8 @@ from stage.threads import at_once
 
 import skyfab as sky
 from skyfab._util.certificate import new_certificate
-from skyfab.host.device import p2p_tls
-from skyfab.host.device.p2p_tls import ChannelBroken, NotSent, TensorChannel
+from skyfab.host import channel
+from skyfab.host.channel import Channel, ChannelBroken, NotSent
 from skyfab.lab import Lab
 
 torch = pytest.importorskip("torch")
@@ -265,8 +265,8 @@ def break_channels() -> None:
     """Runs in a worker: its connections end."""
     from skyfab.host.device import worker
 
-    for channel in worker.executor("cpu")._channels._channels.values():
-        channel.close()
+    for one in worker.executor("cpu")._channels._channels.values():
+        one.close()
 
 
 def test_a_connection_that_ends_is_an_error_once(linked: tuple[Any, Any], remote_pool: sky.Compute, line: Any) -> None:
@@ -427,7 +427,7 @@ class Ends:
 
     def __init__(self) -> None:
         made = certificate()
-        self.receiver, self.sender = TensorChannel("a", *made), TensorChannel("b", *made)
+        self.receiver, self.sender = Channel("a", *made), Channel("b", *made)
         (self.port,) = self.receiver.listen(["127.0.0.1"])
 
     def connect(self) -> bool:
@@ -448,7 +448,7 @@ def ends() -> Iterator[Ends]:
         yield made
 
 
-def received(end: TensorChannel, number: int, size: int) -> bytes:
+def received(end: Channel, number: int, size: int) -> bytes:
     room = bytearray(size)
     end.receive(number, memoryview(room))
     return bytes(room)
@@ -479,7 +479,7 @@ def shake(port: int, context: ssl.SSLContext) -> None:
 
 def other_certificate(port: int) -> None:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    with p2p_tls._file_of("".join(certificate())) as path:
+    with channel._file_of("".join(certificate())) as path:
         context.load_cert_chain(path)
     shake(port, context)
 
@@ -517,7 +517,7 @@ def test_no_more_strangers_than_a_few(ends: Ends) -> None:
 
 
 def test_a_stranger_that_listens_learns_nothing() -> None:
-    mine, theirs = TensorChannel("a", *certificate()), TensorChannel("b", *certificate())
+    mine, theirs = Channel("a", *certificate()), Channel("b", *certificate())
     (port,) = theirs.listen(["127.0.0.1"])
     assert not mine.connect([("127.0.0.1", port)])
     theirs.close()
@@ -555,13 +555,13 @@ def test_a_hostile_sender_sends_what_was_not_asked_for(
     ends: Ends, monkeypatch: pytest.MonkeyPatch, number: int, size: int
 ) -> None:
     class Wrong:
-        unpack, size = staticmethod(p2p_tls._SENT.unpack), p2p_tls._SENT.size
+        unpack, size = staticmethod(channel._SENT.unpack), channel._SENT.size
 
         def pack(self, asked: int, *rest: Any) -> bytes:
             return original.pack(asked + number, *rest)
 
-    original = p2p_tls._SENT
-    monkeypatch.setattr(p2p_tls, "_SENT", Wrong())
+    original = channel._SENT
+    monkeypatch.setattr(channel, "_SENT", Wrong())
     assert ends.connect()
     ends.sender.send(1, memoryview(bytes(size)))
     with pytest.raises(ChannelBroken, match="unexpected data"):
@@ -572,7 +572,7 @@ def test_a_hostile_sender_sends_what_was_not_asked_for(
 
 
 def test_what_waits_to_be_sent_is_bounded(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(p2p_tls, "_MOST_WAITING", 100)
+    monkeypatch.setattr(channel, "_MOST_WAITING", 100)
     assert ends.connect()
     sent: list[int] = []
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from skyfab.host.channel import Channel
 from skyfab.host.device.memory import DTYPES, Tensors, bytes_of
-from skyfab.host.device.p2p_tls import TensorChannel
 
 
 class TensorChannels:
@@ -17,16 +17,16 @@ class TensorChannels:
     def __init__(self, tensors: Tensors, device: torch.device) -> None:
         self._tensors = tensors
         self._device = device
-        self._channels: dict[int, TensorChannel] = {}
+        self._channels: dict[int, Channel] = {}
 
     def listen(self, instruction: Sequence[Any]) -> list[int]:
         _, ident, *made, addresses = instruction
-        self._channels[ident] = TensorChannel(*made)
+        self._channels[ident] = Channel(*made)
         return self._channels[ident].listen(addresses)
 
     def connect(self, instruction: Sequence[Any]) -> bool:
         _, ident, *made, endpoints = instruction
-        self._channels[ident] = TensorChannel(*made)
+        self._channels[ident] = Channel(*made)
         return self._channels[ident].connect(endpoints)
 
     def close(self, ident: int) -> None:
@@ -37,10 +37,10 @@ class TensorChannels:
         for ident in list(self._channels):
             self.close(ident)
 
-    def _channel(self, ident: int) -> TensorChannel:
+    def _channel(self, ident: int) -> Channel:
         found = self._channels.get(ident)
         if found is None:  # it was broken, and is forgotten
-            found = TensorChannel("the other host", "", "")
+            found = Channel("the other host", "", "")
             found.close()
         return found
 

@@ -15,12 +15,12 @@ import torch
 
 from skyfab import context
 from skyfab.host.agent import cuda
+from skyfab.host.channel import ChannelBroken
 from skyfab.host.device import composite_host, wire
 from skyfab.host.device.generators import RunningGenerator, own_defaults
 from skyfab.host.device.host_results import describe_result
 from skyfab.host.device.memory import DTYPES, Failure, Lost, Tensors, bytes_of
 from skyfab.host.device.p2p_host import TensorChannels
-from skyfab.host.device.p2p_tls import ChannelBroken
 from skyfab.host.device.worker_plans import WorkerPlan
 from skyfab.protocol import codec
 

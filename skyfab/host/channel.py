@@ -1,7 +1,7 @@
-"""Channels: TLS connections on which the worker of one device sends tensors to the worker of another.
+"""Channels: TLS connections on which a worker of one host sends data to a worker of another.
 
-A channel is a TLS connection between two workers. Tensors go one way over it. Both ends present the certificate that
-the client has made for this channel, and accept no other one. The end that receives asks for each tensor by its number,
+Items go one way over a channel: tensors of a device, or chunks of a relay. Both ends present the certificate that the
+client has made for this channel, and accept no other one. The end that receives asks for each item by its number,
 and is sent as many bytes as it expects, or the reason why there are none. So neither end holds more than it was
 asked to, and an end that waits is waiting for a machine that responds.
 """
@@ -27,18 +27,18 @@ TIMEOUT: Final = 5.0
 """Seconds for a connection, and for each step of its handshake."""
 _LISTENING: Final = 30.0
 """Seconds for which a port is open if the other end does not connect."""
-_MOST_GUESTS: Final = 16
+_MOST_UNPROVEN: Final = 16
 """Connections that may be in a handshake at once: any machine can connect to a port."""
 _MOST_WAITING: Final = 256 * 1024 * 1024
-"""Bytes that may wait to be sent. A worker that has more to send waits, but one tensor may have any size."""
+"""Bytes that may wait to be sent. A worker that has more to send waits, but one item may have any size."""
 _CHUNK: Final = 1 << 24
 _SILENCE: Final = 60
 """Seconds without a packet after which the other machine is considered lost."""
 _TEXT: Final = 2000
 _ASKED: Final = struct.Struct("!Q?")
-"""From the end that receives: a tensor's number, and if it is wanted. It no longer needs earlier ones."""
+"""From the end that receives: an item's number, and if it is wanted. It no longer needs earlier ones."""
 _SENT: Final = struct.Struct("!Q?Q")
-"""A tensor's number, if there is one, and the length of what follows: its bytes, or the reason."""
+"""An item's number, if there is one, and the length of what follows: its bytes, or the reason."""
 _READY: Final = b"\1"
 """The end that listens has taken this connection. In TLS 1.3 the other one would not know."""
 
@@ -51,7 +51,7 @@ class NotSent(RuntimeError):
     """The other worker has nothing to send: it has failed before."""
 
 
-class TensorChannel:
+class Channel:
     """One end of a channel."""
 
     def __init__(self, peer: str, certificate: str, key: str) -> None:
@@ -66,7 +66,7 @@ class TensorChannel:
         self._changed = threading.Condition()
         self._sender: threading.Thread | None = None
         self._waiting: dict[int, memoryview | str] = {}
-        """Tensors to be sent, or reasons, by their number."""
+        """Items to be sent, or reasons, by their number."""
         self._size = 0
         """Bytes of those that wait."""
         self._unwanted = 0
@@ -90,11 +90,11 @@ class TensorChannel:
 
     def _accept(self, context: ssl.SSLContext, servers: Sequence[socket.socket]) -> None:
         until = time.monotonic() + _LISTENING
-        guests: set[ssl.SSLSocket] = set()
+        unproven: set[ssl.SSLSocket] = set()
 
-        def greet(guest: ssl.SSLSocket) -> None:
-            self._shake_hands(guest)
-            guests.discard(guest)
+        def prove(other: ssl.SSLSocket) -> None:
+            self._shake_hands(other)
+            unproven.discard(other)
 
         poll = select.poll()
         for server in servers:
@@ -105,17 +105,17 @@ class TensorChannel:
                 if server.fileno() in ready:
                     with contextlib.suppress(OSError):
                         connection, _ = server.accept()
-                        guest = _wrapped(context, connection, server=True)
-                        if len(guests) < _MOST_GUESTS:
-                            guests.add(guest)
-                            threading.Thread(target=greet, args=(guest,), daemon=True).start()
+                        other = _wrapped(context, connection, server=True)
+                        if len(unproven) < _MOST_UNPROVEN:
+                            unproven.add(other)
+                            threading.Thread(target=prove, args=(other,), daemon=True).start()
                         else:
-                            guest.close()
+                            other.close()
         for server in servers:
             server.close()
-        for guest in list(guests):
-            if guest is not self._socket:
-                _stop(guest)  # its thread ends
+        for other in list(unproven):
+            if other is not self._socket:
+                _stop(other)  # its thread ends
 
     def connect(self, endpoints: Sequence[tuple[str, int]]) -> bool:
         """Tries all endpoints (address, port) at once. Returns whether it reached the other end."""
@@ -139,22 +139,22 @@ class TensorChannel:
             self._changed.wait_for(lambda: self._socket is not None or not missing, 2 * TIMEOUT)
             return self._socket is not None
 
-    def _shake_hands(self, guest: ssl.SSLSocket) -> None:
+    def _shake_hands(self, other: ssl.SSLSocket) -> None:
         """Finds out if it is the other end. A connection with anyone else is closed."""
         try:
-            guest.do_handshake()
-            if guest.server_side:
+            other.do_handshake()
+            if other.server_side:
                 with self._changed:
                     is_first, self._is_taken = not self._is_taken, True
                 if is_first:
-                    guest.sendall(_READY)
-                    self._use(guest)
-            elif guest.recv(1) == _READY:
-                self._use(guest)
+                    other.sendall(_READY)
+                    self._use(other)
+            elif other.recv(1) == _READY:
+                self._use(other)
         except (OSError, ValueError):
             pass
-        if guest is not self._socket:
-            guest.close()
+        if other is not self._socket:
+            other.close()
 
     def _use(self, connection: ssl.SSLSocket) -> None:
         connection.settimeout(None)
@@ -192,7 +192,7 @@ class TensorChannel:
     # ---- sending
 
     def send(self, number: int, data: memoryview | str) -> None:
-        """Keeps the bytes of a tensor, or the reason why there are none, until the other end asks for it.
+        """Keeps the bytes of an item, or the reason why there are none, until the other end asks for it.
 
         If the channel is broken nothing happens: the other end reports that.
         """
@@ -215,9 +215,9 @@ class TensorChannel:
                 self._drop(number - is_wanted)
                 if is_wanted:
                     data = self._next(number)
-                    is_tensor = not isinstance(data, str)
+                    is_there = not isinstance(data, str)
                     content = memoryview(data.encode()[:_TEXT]) if isinstance(data, str) else data
-                    self._write(_SENT.pack(number, is_tensor, len(content)))
+                    self._write(_SENT.pack(number, is_there, len(content)))
                     for at in range(0, len(content), _CHUNK):
                         self._write(content[at : at + _CHUNK])
                     del data, content
@@ -232,7 +232,7 @@ class TensorChannel:
             self._changed.notify_all()
 
     def _next(self, number: int) -> memoryview | str:
-        """Waits for the tensor. They come in the order of their numbers."""
+        """Waits for the item. They come in the order of their numbers."""
         with self._changed:
             self._changed.wait_for(lambda: self._is_closed or self._waiting)
             if self._is_closed:
@@ -247,7 +247,7 @@ class TensorChannel:
     # ---- receiving
 
     def receive(self, number: int, into: memoryview) -> None:
-        """Fills memory with a tensor. Raises NotSent if the other worker has none, and ChannelBroken."""
+        """Fills memory with an item. Raises NotSent if the other worker has none, and ChannelBroken."""
         try:
             self._write(_ASKED.pack(number, True))
             found, is_there, length = _SENT.unpack(self._read(bytearray(_SENT.size)))
@@ -258,13 +258,13 @@ class TensorChannel:
             self.close()
             raise ChannelBroken(f"the connection from {self._peer} ended: {error}") from None
         except BaseException:
-            self.close()  # in the middle of a tensor
+            self.close()  # in the middle of an item
             raise
         if not is_there:
             raise NotSent(f"{self._peer} did not send it: {bytes(reason).decode(errors='replace')}")
 
     def skip(self, number: int) -> None:
-        """A tensor is no longer wanted."""
+        """An item is no longer wanted."""
         try:
             self._write(_ASKED.pack(number, False))
         except OSError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,7 +14,6 @@ from skyfab.errors import UsageError
 if TYPE_CHECKING:
     from skyfab.calls.call import Call
     from skyfab.cli.script_options import ScriptOptions
-    from skyfab.plugins.base import Plugin
     from skyfab.pool.compute import Compute
 
 
@@ -23,10 +21,7 @@ if TYPE_CHECKING:
 class GpuOptions:
     """The values of these options."""
 
-    gpus: Annotated[
-        int | None,
-        Option("take N GPUs of each host that nobody else uses, with a rank for each", "N"),
-    ] = None
+    gpus: Annotated[int | None, Option("take N GPUs of each host that nobody else uses", "N")] = None
     when_free: Annotated[bool, Option("wait until the GPUs are free, first come first served")] = False
     priority: Annotated[
         str,
@@ -43,15 +38,8 @@ class GpuOptions:
         if self.priority not in ("normal", "low"):
             raise UsageError(f"invalid --priority={self.priority}", hint="expected normal or low")
         if self.priority == "low" and not (self.when_free or self.gpus):
-            raise UsageError("--priority needs --when-free or --gpus", hint="skyfab run --when-free --priority=low …")
+            raise UsageError("--priority needs --when-free or --gpus", hint="to wait for all GPUs: --when-free")
         return self.when_free or self.gpus is not None
-
-    @property
-    def plugins(self) -> Sequence[Plugin]:
-        """Those that such a run needs."""
-        from skyfab.plugins.base import OwnPort
-
-        return [OwnPort()] if self.claims else []
 
     def added_to(self, options: ScriptOptions) -> ScriptOptions:
         """With the variable that keeps its ranks from noting all GPUs as in use."""
@@ -59,26 +47,30 @@ class GpuOptions:
 
         return replace(options, env=(*options.env, f"{QUEUED}=claimed")) if self.claims else options
 
-    def call(self, call: Call[Any], compute: Compute, name: str) -> Call[Any]:
-        """A call that first takes GPUs, and then runs the same program. Raises UsageError if a host has too few."""
+    def supervised(
+        self, call: Call[Any], compute: Compute, name: str, server: dict[str, Any] | None = None
+    ) -> Call[Any]:
+        """A call that runs the same program, but first takes GPUs, or restarts it as a `server`.
+
+        Raises UsageError if a host has too few GPUs.
+        """
         from skyfab.calls.call import as_function
-        from skyfab.host.command import execute as plain
-        from skyfab.host.gpu_queue import execute
+        from skyfab.host.command import execute
+        from skyfab.host.supervise import supervise
 
         few = {node.name: len(node.gpus) for node in compute.hosts if len(node.gpus) < (self.gpus or 1)}
-        if few:
+        if self.claims and few:
             has = ", ".join(f"{host} has {counted(count, 'GPU')}" for host, count in few.items())
             raise UsageError(f"--gpus={self.gpus or 1}: {has}", hint="choose other hosts, or fewer GPUs")
-        policy: dict[str, Any] = {
-            "count": self.gpus,
-            "wait": self.when_free or self.priority == "low",
-            "low": self.priority == "low",
+        is_low = self.priority == "low"
+        is_command = call.function.fn is execute
+        settings = {
+            "gpus": {"count": self.gpus, "wait": self.when_free or is_low, "low": is_low} if self.claims else None,
+            "server": server,
             "run": name,
+            "script": None if is_command else json.dumps(call.args),
             "secret": secrets.token_hex(32),
         }
-        is_command = call.function.fn is plain
-        if not is_command:
-            policy["script"] = json.dumps(call.args)
-        queued = as_function(execute)
-        queued.label = call.function.label
-        return queued(*(call.args if is_command else ([], None)), policy)
+        supervised = as_function(supervise)
+        supervised.label = call.function.label
+        return supervised(*(call.args if is_command else ([], None)), settings)

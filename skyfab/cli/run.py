@@ -62,8 +62,9 @@ def run(
     {nodes}, {head} and {port} in its words are replaced; {{rank}} stays as {rank}. Its files are those of the working
     folder: --sync copies the current folder there.
 
-    --gpus takes GPUs that nobody uses, with skyfab or without, or fails and says who uses them. --when-free waits
-    for them instead; skyfab runs says for whom. With --detach, the run waits on the hosts without this machine.
+    --gpus takes GPUs that nobody uses, with skyfab or without, with a rank for each, or fails and says who uses them.
+    --when-free waits for them instead; skyfab runs says for whom. With --detach, the run waits on the hosts without
+    this machine.
 
         skyfab run --hosts=node1,node2 train.py --epochs 3
         skyfab run --hosts=node1 --sync --get='ckpt/*' train.py
@@ -84,7 +85,7 @@ def run(
     from skyfab.cli.run_environment import plugins_of
     from skyfab.detached.run import Run
     from skyfab.host.command import execute
-    from skyfab.plugins.base import Torchrun
+    from skyfab.plugins.base import OwnPort, Torchrun
     from skyfab.pool.workdir import last_run
 
     script, function = parsed(target, arguments, options.hosts)
@@ -94,23 +95,19 @@ def run(
     if script.is_file():
         _note_options(script, arguments)
     settings = ProjectSettings.of(script)
-    plugins = [Torchrun(), *claim.plugins, *plugins_of(with_plugin or settings.plugins)]
+    plugins = [Torchrun(), *([OwnPort()] if claim.claims else []), *plugins_of(with_plugin or settings.plugins)]
     ranks = ranks or claim.gpus or settings.ranks
     with claim.added_to(options).pool(script, settings, ranks=ranks, here=2, plugins=plugins) as compute:
         with contextlib.suppress(OSError):
             write(last_run(), next(reversed(SENT), ""))  # for `skyfab ssh` and `exec`
         started = as_function(execute if target == COMMAND else perform)
         started.label = label
-        folder = None
-        if sync:
-            folder, reports = compute.files.lay_out(script.parent, compute.hosts, ignored=sync == "all")
-            for report in reports:
-                print(report, file=sys.stderr)
+        folder = lay_out(compute, script.parent, ignored=sync == "all") if sync else None
         words = list(arguments)
         named = script.name.removeprefix("-m ")
         call = started(words, folder) if target == COMMAND else started(named, function, words, folder)
         if claim.claims:
-            call = claim.call(call, compute, name or label)
+            call = claim.supervised(call, compute, name or label)
         try:
             run = compute.launch(call, name=name) if detach else broadcast(compute, call, name=name or label)
         except (BroadcastError, KeyboardInterrupt) as error:
@@ -132,6 +129,14 @@ def _note_options(script: Path, arguments: Sequence[str]) -> None:
     if passed:
         what = f"note: {shlex.join(passed)} is passed to {script.name}"
         print(f"{what}; options of skyfab go before the file", file=sys.stderr)
+
+
+def lay_out(compute: Compute, folder: Path, *, ignored: bool = False) -> str:
+    """Copies a folder to the hosts, and says so. Returns its place in the working folders."""
+    name, reports = compute.files.lay_out(folder, compute.hosts, ignored=ignored)
+    for report in reports:
+        print(report, file=sys.stderr)
+    return name
 
 
 def _save(compute: Compute, patterns: Sequence[str], error: BaseException) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 import shlex
 import sys
 import time
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from urllib.parse import urlsplit
 
 from skyfab.cli.command import COMMAND, Detach, Option, command
+from skyfab.cli.gpu_options import GpuOptions
 from skyfab.cli.script_options import ScriptOptions
 from skyfab.errors import BroadcastError, UsageError, WorkerDied
 
@@ -30,6 +30,7 @@ def serve(
     name: Annotated[str, Option("a name for the server, for skyfab runs, logs and stop", "NAME")],
     *words: Annotated[str, Option("the program and its arguments", "-- COMMAND")],
     options: ScriptOptions,
+    claim: GpuOptions,
     ranks: Annotated[int, Option("ranks on each host", "N")] = 1,
     ready: Annotated[
         str,
@@ -54,6 +55,7 @@ def serve(
     run -- COMMAND. If one rank ends, all of them are restarted together, after a pause; after --restarts restarts the
     run fails. Restarts are forgotten once the server has been ready for ten minutes. skyfab runs shows starting, ready,
     restarting or failed. Ctrl-C closes the port on this machine; the server continues until skyfab stop NAME.
+    --gpus and --when-free are those of skyfab run; the ranks of a host share the GPUs, and keep them when they restart.
 
         skyfab serve chat --hosts=node1 --ready=8000 -- vllm serve MODEL --host=127.0.0.1
         skyfab serve files --hosts=node1 --ready=http://127.0.0.1:8000/ -- python3 -m http.server --bind=127.0.0.1
@@ -63,24 +65,21 @@ def serve(
     from skyfab.cli.detach import tell_how_to_attach
     from skyfab.cli.interpreter import hand_over
     from skyfab.cli.project_settings import ProjectSettings
-    from skyfab.cli.run import parsed
-    from skyfab.host import serving
+    from skyfab.cli.run import lay_out, parsed
+    from skyfab.host.command import execute
     from skyfab.plugins.base import OwnPort
 
     script, _ = parsed(COMMAND, words)
     port = port or _port_of(ready)
     if not options.no_project:
         hand_over(script)
-    plugins = [OwnPort()]
-    with options.pool(script, ProjectSettings.of(script), ranks=ranks, here=1, plugins=plugins) as compute:
-        folder = None
-        if sync:
-            folder, reports = compute.files.lay_out(script.parent, compute.hosts)
-            for report in reports:
-                print(report, file=sys.stderr)
-        function = as_function(serving.serve)
+    settings = ProjectSettings.of(script)
+    with claim.added_to(options).pool(script, settings, ranks=ranks, here=1, plugins=[OwnPort()]) as compute:
+        folder = lay_out(compute, script.parent) if sync else None
+        function = as_function(execute)
         function.label = f"serve {name}"
-        call = function(list(words), folder, secrets.token_bytes(32), ready, port, restarts, float(timeout))
+        server = {"ready": ready, "port": port, "restarts": restarts, "timeout": timeout}
+        call = claim.supervised(function(list(words), folder), compute, name, server)
         run, hosts = compute.launch(call, name=name), [node.host for node in compute.hosts]
     tell_how_to_attach(run, name, container=options.container)
     if not detach:
@@ -103,6 +102,7 @@ def _follow(run: Run, name: str, hosts: Sequence[Host], port: int, local: int | 
     """Says what the server does, with its port here once it is ready, until Ctrl-C. Raises what it has failed with."""
     from skyfab.detached.folder import phase_of
     from skyfab.detached.run import attached
+    from skyfab.host.phase import without_times
     from skyfab.pool.forward import Forwards
     from skyfab.ui.events import Events
     from skyfab.ui.failure import left_running
@@ -118,9 +118,9 @@ def _follow(run: Run, name: str, hosts: Sequence[Host], port: int, local: int | 
         while found.state in ("running", "unreachable"):
             phase = phase_of(found.parts)
             text = "" if phase is None else ": ".join(filter(None, (phase.phase, phase.text)))
-            if text and text != said:
+            if text and without_times(text) != said:
                 print(clean(f"{name}: {text}", colour=False), file=sys.stderr, flush=True)
-                said = text
+                said = without_times(text)
             if phase is not None and phase.phase == "ready" and not is_open:
                 if not port:
                     return

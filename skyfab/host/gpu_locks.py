@@ -202,7 +202,7 @@ def note_use(gpus: Sequence[int], run: str = "", folder: str = FOLDER) -> None:
 def note_rank(request: dict[str, Any]) -> None:
     """The first rank of a gang on a host notes which GPUs they use: one each, or all if there is one rank, or a call.
 
-    Not for ranks that wait for GPUs themselves (skyfab.host.gpu_queue).
+    Not for ranks that wait for GPUs themselves (skyfab.host.supervise).
     """
     env, info = request["env"], request["info"]
     ranks = info.get("local_world_size", 1)

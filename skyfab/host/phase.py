@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import time
 
 from skyfab import context
@@ -31,3 +32,8 @@ def enter(phase: Phase, text: str = "") -> None:
             with open(os.open(f"{path}.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
                 json.dump({"phase": phase, "text": text, "since": time.time()}, file)
             os.rename(f"{path}.new", path)
+
+
+def without_times(text: str) -> str:
+    """A text without the times since when others hold GPUs: whether it has changed apart from these."""
+    return re.sub(r", [^,()]* so far", "", text)

@@ -1,4 +1,4 @@
-"""`skyfab run --gpus` and `--when-free`: runs of several users that take GPUs of real hosts, and wait for them."""
+"""`--gpus` and `--when-free` of `skyfab run` and `serve`: several users take GPUs of real hosts, and wait for them."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class Queue:
             self.inventories[user] = path
         self.names: list[tuple[str, str]] = []
 
-    def run(self, *words: str, user: str = "ada", hosts: str = "node1") -> Ran:
-        return self._skyfab("run", f"--inventory={self.inventories[user]}", f"--hosts={hosts}", *words)
+    def run(self, *words: str, user: str = "ada", hosts: str = "node1", task: str = "run") -> Ran:
+        return self._skyfab(task, f"--inventory={self.inventories[user]}", f"--hosts={hosts}", *words)
 
     def start(self, name: str, *words: str, user: str = "ada", hosts: str = "node1") -> None:
         """Starts a detached run that ends when `go` is called with its name."""
@@ -251,6 +251,46 @@ def test_what_a_program_of_low_priority_has_started_ends_when_it_gives_way(queue
     queue.go("urgent")
     queue.is_done("urgent")
     until(is_there)
+
+
+SERVER = """
+echo $CUDA_VISIBLE_DEVICES >>served
+[ $(wc -l <served) = 1 ] && exit 5
+echo ready now
+exec sleep 600
+"""
+
+
+def test_a_server_waits_for_gpus_keeps_them_when_it_restarts_and_gives_way(queue: Queue, namespaces: Lab) -> None:
+    queue.start("night", "--gpus=1", user="root")
+    queue.runs("night")
+    refused = queue.run("chat", "--gpus=2", "--", "sleep", "600", task="serve")
+    assert refused.code == 1
+    assert "not enough free GPUs: in use by root's night" in refused.err
+    words = ("--gpus=2", "--priority=low", "--ready=ready now", "--workdir=/tmp/chat", "--", "sh", "-c", SERVER)
+    served = queue.run("chat", "--detach", *words, task="serve")
+    assert served.code == 0, served.err
+    queue.names.append(("chat", "ada"))
+    queue.waits("chat", "1st, after root's night .*")
+    queue.start("next", "--gpus=1", user="root")  # it goes first: its priority is normal
+    queue.runs("next")
+    queue.go("next", "night")
+
+    def is_ready() -> bool:
+        found = phase_of(queue.find("chat").parts)
+        return found is not None and found.phase == "ready"
+
+    def served_on() -> list[str]:
+        return namespaces["node1"].path("/tmp/chat/served").read_text().split()
+
+    until(is_ready, timeout=60)
+    assert served_on() == ["0,1", "0,1"]  # it was restarted
+    queue.start("urgent", "--gpus=1", user="root")
+    queue.runs("urgent")
+    queue.waits("chat", "1st, after root's urgent .*")
+    queue.go("urgent")
+    until(is_ready, timeout=60)
+    assert served_on() == ["0,1"] * 3
 
 
 def test_without_waiting_gpus_in_use_are_an_error(queue: Queue) -> None:

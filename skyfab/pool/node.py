@@ -401,7 +401,7 @@ class Node(ShownAsTable):
         With `keep` they are files of the project, and the host has said that it lacks them.
         """
         with self._lock:
-            waiting = {name for name in content if keep or name not in self._blobs}
+            waiting = dict.fromkeys(name for name in content if keep or name not in self._blobs)
             new = [name for name in waiting if name not in self._coming]
 
             def settled(name: str, error: Exception | None) -> None:
@@ -409,7 +409,7 @@ class Node(ShownAsTable):
                     waiting.clear()
                     failure(error)
                 elif name in waiting:
-                    waiting.discard(name)
+                    del waiting[name]
                     if not waiting:
                         try:
                             then()

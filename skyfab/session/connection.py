@@ -134,7 +134,7 @@ class Connection:
                 self._end(None)
             actions = self._actions()
         run(actions)
-        self._reader.wait(lambda: self._told, timeout + 1)
+        self._reader.wait(lambda: self._told, timeout + 1, self)
         with SIGNAL_GUARD, self.lock:
             self._end(None)
             self._unwatch()
@@ -221,7 +221,7 @@ class Connection:
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
         """Waits until `done()`. False: a timeout, or the connection has ended."""
-        self._reader.wait(lambda: done() or self._told, timeout)
+        self._reader.wait(lambda: done() or self._told, timeout, self)
         return done()
 
     def wake(self) -> None:

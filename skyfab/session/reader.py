@@ -90,9 +90,11 @@ class SharedReader:
         """Protects the attributes below, except queues that change in one atomic operation."""
         self._reading = threading.Lock()
         """Held by the thread that reads."""
-        self._waits: set[threading.Lock] = set()
-        """One for each thread in `wait`, released when what was read is handled. Not a condition: that would be held
-        while a signal handler runs, and the thread that reads for the handler would wait for it."""
+        self._waits: dict[threading.Lock, Readable | None] = {}
+        """One for each thread in `wait`, released when something is handled of what it waits for. Not a condition: that
+        would be held while a signal handler runs, and the thread that reads for the handler would wait for it."""
+        self._served: set[Readable] = set()
+        """Connections of which something was handled since threads in `wait` were last woken."""
         self._callers: list[Reply] = []
         """What threads wait for in `read_until_there`."""
         self._rests_until = 0.0
@@ -122,7 +124,7 @@ class SharedReader:
                     os.set_blocking(fd, False)
                 self._selector.register(self._waker, _READABLE)
             self._connections.add(connection)
-            self._tick_at = 0.0
+            self._tick_at = min(self._tick_at, time.monotonic() + connection.interval)
             if self._thread is None:
                 self._thread = self._start()
 
@@ -186,8 +188,8 @@ class SharedReader:
 
     # ---- waiting
 
-    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Waits until `done()`, which is checked after each reply.
+    def wait(self, done: Callable[[], bool], timeout: float | None = None, of: Readable | None = None) -> bool:
+        """Waits until `done()`, which is checked after each reply: with `of`, after those of that connection.
 
         False: the timeout expired, or no connection is left. Raises UsageError on the reader's own thread.
         """
@@ -197,7 +199,7 @@ class SharedReader:
         handled = threading.Lock()
         with SIGNAL_GUARD:
             self._end_rest()
-            self._waits.add(handled)
+            self._waits[handled] = of
             try:
                 while not done():
                     rest = deadline - time.monotonic()
@@ -207,7 +209,7 @@ class SharedReader:
                         return done()
                     SIGNAL_GUARD.acquire(handled, min(rest, _NAP))
             finally:
-                self._waits.discard(handled)
+                del self._waits[handled]
         return True
 
     def read_until_there(self, reply: Reply) -> None:
@@ -289,9 +291,11 @@ class SharedReader:
             self._notify()
 
     def _notify(self) -> None:
-        for handled in tuple(self._waits):
-            with contextlib.suppress(RuntimeError):  # it was released already, and its thread has not run since
-                handled.release()
+        served, self._served = self._served, set()
+        for handled, of in tuple(self._waits.items()):
+            if of is None or of in served or self._thread is None:
+                with contextlib.suppress(RuntimeError):  # it was released already, and its thread has not run since
+                    handled.release()
 
     def _wake_up(self) -> None:
         woken = {queue.popleft() for queue in (self._woken, self._retrying) for _ in range(len(queue))}
@@ -315,6 +319,8 @@ class SharedReader:
             except Exception as error:
                 actions = connection.on_error(error)
             run(actions)
+            if self._waits:  # after the actions: who begins to wait later sees what they did
+                self._served.add(connection)
         finally:
             _handling.discard(me)
 

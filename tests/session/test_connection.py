@@ -49,7 +49,7 @@ class HandReader(SharedReader):
             self.poke()
             self._read_once()
 
-    def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
+    def wait(self, done: Callable[[], bool], timeout: float | None = None, of: object = None) -> bool:
         ends = time.monotonic() + (60 if timeout is None else timeout)
         while not done() and self._connections and time.monotonic() < ends:
             self._tick_at = 0.0
@@ -852,7 +852,7 @@ def test_waiting_ends_with_the_connection(bench: Bench) -> None:
     bench.stream.hello()
     bench.reader.turn()
     ends: list[bool] = []
-    bench.reader.wait = lambda done, timeout: ends.append(done())  # type: ignore[assignment]
+    bench.reader.wait = lambda done, timeout, of: ends.append(done())  # type: ignore[assignment]
     assert not bench.connection.wait(lambda: False)
     assert ends == [True]
 

@@ -106,6 +106,39 @@ def test_all_who_wait_see_what_was_read(reader: SharedReader) -> None:
     assert [future.result(20) for future in waiting] == [True] * 8
 
 
+def test_who_waits_is_not_woken_for_what_others_wait_for(reader: SharedReader) -> None:
+    """Else each of 1,000 replies would wake each of the threads that wait for the others."""
+    one, other = Pipe(reader), Pipe(reader)
+    asked = 0
+
+    def done() -> bool:
+        nonlocal asked
+        asked += 1
+        return bool(other.read)
+
+    waiting = begin(lambda: reader.wait(done, 20, other))
+    until(lambda: bool(reader._waits))
+    for number in range(200):
+        one.say()
+        until(lambda number=number: len(one.read) > number)  # type: ignore[misc]
+    other.say()
+    assert waiting.result(20)
+    assert asked < 100, "it looks every 50 ms, whatever others receive"
+
+
+def test_a_new_connection_sends_no_heartbeats_of_the_others(reader: SharedReader) -> None:
+    """Else a pool of 1,000 hosts would send half a million while it is opened."""
+    first = Pipe(reader)
+    first.say()
+    assert reader.wait(lambda: bool(first.read), 10)
+    before = first.ticks
+    for _ in range(20):
+        pipe = Pipe(reader)
+        pipe.say()
+        assert reader.wait(lambda pipe=pipe: bool(pipe.read), 10)  # type: ignore[misc]
+    assert first.ticks == before
+
+
 def test_time_is_up(reader: SharedReader) -> None:
     Pipe(reader)
     assert reader.wait(lambda: False, 0.05) is False

@@ -134,17 +134,26 @@ def ask_client(request: tuple[Any, ...]) -> Any:
 
 
 _folder = ""
+_stores: Sequence[str] = ()
 
 
-def hold_folder(path: str) -> None:
-    """Sets the pool's folder for its processes; it is deleted with the pool. Called once, by the worker itself."""
-    global _folder
-    _folder = path
+def hold_folder(path: str, stores: Sequence[str] = ()) -> None:
+    """Sets the pool's folder for its processes, which is deleted with the pool, and the folders of the host's store.
+
+    Called once, by the worker itself.
+    """
+    global _folder, _stores
+    _folder, _stores = path, stores
 
 
 def own_folder() -> str:
     """A folder for files that must be deleted with the pool. Functions start in another one, the working folder."""
     return _folder
+
+
+def own_stores() -> Sequence[str]:
+    """The folders of the host's store: for what is deleted with the pool, and for what is kept."""
+    return _stores
 
 
 _run = ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import itertools
 import threading
 import weakref
-from collections.abc import Sequence
 from typing import Final
 
 import torch
@@ -18,6 +17,7 @@ from skyfab._util.certificate import new_certificate
 from skyfab.device.arguments import is_recorded
 from skyfab.device.stream import DeviceStream
 from skyfab.device.tensors import DTYPE_NUMBERS, new_id, operand, stream_of
+from skyfab.host.channel import endpoints_of
 from skyfab.host.device import wire
 
 _lock: Final = threading.RLock()
@@ -85,7 +85,7 @@ def _connect(*pair: DeviceStream) -> int:
         calling.ask([wire.SYNC])  # it comes to what follows at once
         ident = new_id()
         ports = listening.ask([wire.LISTEN, ident, calling.link.name, *made, addresses]).value()
-        endpoints = _endpoints(addresses, ports)
+        endpoints = endpoints_of(addresses, ports)
         if calling.ask([wire.CONNECT, ident, listening.link.name, *made, endpoints]).value() is True:
             return ident
         _forget(ident, *pair)
@@ -93,13 +93,6 @@ def _connect(*pair: DeviceStream) -> int:
         f"no connection with {pair[1].link.name} in either direction: copies between them go through this program"
     )
     return 0
-
-
-def _endpoints(addresses: Sequence[str], ports: object) -> list[tuple[str, int]]:
-    """The addresses with the ports that a host says it has opened."""
-    found = ports if isinstance(ports, list) else []
-    pairs = zip(addresses, found, strict=False)
-    return [(address, port) for address, port in pairs if type(port) is int and 0 < port < 65536]
 
 
 def _forget(channel: int, *pair: DeviceStream) -> None:

@@ -16,7 +16,7 @@ import struct
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -71,6 +71,8 @@ class Channel:
         """Bytes of those that wait."""
         self._unwanted = 0
         """The last number that will not be asked for."""
+        self._asked = -1
+        """The last number that this end has asked for."""
 
     # ---- connecting
 
@@ -196,10 +198,8 @@ class Channel:
 
         If the channel is broken nothing happens: the other end reports that.
         """
+        self.serve(self._next)
         with self._changed:
-            if self._sender is None:
-                self._sender = threading.Thread(target=self._send_all, daemon=True)
-                self._sender.start()
             self._changed.wait_for(
                 lambda: self._is_closed or not self._waiting or self._size + len(data) <= _MOST_WAITING
             )
@@ -208,20 +208,29 @@ class Channel:
                 self._size += len(data)
                 self._changed.notify_all()
 
-    def _send_all(self) -> None:
+    def serve(self, find: Callable[[int], memoryview | str]) -> None:
+        """From now on, sends the items that the other end asks for; `find` waits for the one that has a number."""
+        with self._changed:
+            if self._sender is None:
+                self._sender = threading.Thread(target=self._send_all, args=(find,), daemon=True)
+                self._sender.start()
+
+    def _send_all(self, find: Callable[[int], memoryview | str]) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._socket is not None or self._is_closed, _LISTENING)
         try:
             while True:
                 number, is_wanted = _ASKED.unpack(self._read(bytearray(_ASKED.size)))
                 self._drop(number - is_wanted)
                 if is_wanted:
-                    data = self._next(number)
+                    data = find(number)
                     is_there = not isinstance(data, str)
                     content = memoryview(data.encode()[:_TEXT]) if isinstance(data, str) else data
                     self._write(_SENT.pack(number, is_there, len(content)))
                     for at in range(0, len(content), _CHUNK):
                         self._write(content[at : at + _CHUNK])
                     del data, content
-        except (OSError, ValueError):
+        except (OSError, ValueError, IndexError):
             self.close()
 
     def _drop(self, last: int) -> None:
@@ -246,10 +255,19 @@ class Channel:
 
     # ---- receiving
 
+    def ask(self, number: int) -> None:
+        """Asks for an item, unless that was done. Its sender reads this when it has sent those before it."""
+        if number > self._asked:
+            try:
+                self._write(_ASKED.pack(number, True))
+            except OSError:  # `receive` says so
+                self.close()
+            self._asked = number
+
     def receive(self, number: int, into: memoryview) -> None:
         """Fills memory with an item. Raises NotSent if the other worker has none, and ChannelBroken."""
+        self.ask(number)
         try:
-            self._write(_ASKED.pack(number, True))
             found, is_there, length = _SENT.unpack(self._read(bytearray(_SENT.size)))
             if found != number or (length != len(into) if is_there else length > _TEXT):
                 raise ValueError("it sent unexpected data")
@@ -291,6 +309,13 @@ class Channel:
                 raise ConnectionError("closed by the other host")
             at += size
         return into
+
+
+def endpoints_of(addresses: Sequence[str], ports: object) -> list[tuple[str, int]]:
+    """The addresses with the ports that a host says it has opened."""
+    found = ports if isinstance(ports, list) else []
+    pairs = zip(addresses, found, strict=False)
+    return [(address, port) for address, port in pairs if type(port) is int and 0 < port < 65536]
 
 
 def _wrapped(context: ssl.SSLContext, connection: socket.socket, *, server: bool) -> ssl.SSLSocket:

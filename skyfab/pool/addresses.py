@@ -45,7 +45,7 @@ class Candidates:
         """Raises ProtocolError for an invalid address."""
         self._nodes = nodes
         self._reported = {node: _reported(node) for node in nodes}
-        self._machines = {node: _host_info(node) for node in nodes}
+        self._machines = {node: machine_of(node) for node in nodes}
         """The machine of each node. Two hosts may be the same machine; then they may share addresses."""
         self._owners: dict[str, set[object]] = {}
         for node in nodes:
@@ -130,7 +130,13 @@ class Candidates:
         return f", which {' and '.join(twins[:3])} have" if len(self._owners[one.address]) > 1 else ""
 
 
-def _host_info(node: Node) -> object:
+def meeting_addresses(node: Node, other: Node) -> list[str]:
+    """Addresses of a host at which another one may reach it. Raises ProtocolError."""
+    candidates = Candidates([node, other])
+    return ["127.0.0.1"] if candidates.one_machine else [one.address for one in candidates.of(node)]
+
+
+def machine_of(node: Node) -> object:
     """Equal for two agents on one machine. Addresses are part of it: a cloned machine may differ in nothing else."""
     return node.agent.network or node.name, frozenset(map(tuple, node.agent.addresses))
 

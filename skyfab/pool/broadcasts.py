@@ -23,6 +23,7 @@ from skyfab.pool.gang import Gang, GangSpec
 from skyfab.pool.images import HostImages
 from skyfab.pool.node import Node
 from skyfab.pool.recovery import wait_for_lost
+from skyfab.pool.relay import Relay
 from skyfab.pool.rendezvous import RendezvousFinder, strongest_need
 from skyfab.pool.stall import watch
 from skyfab.pool.streams import end_all
@@ -63,6 +64,7 @@ class Broadcasts:
         self._untrusted = untrusted
         self._job = job
         self._finder = RendezvousFinder(strongest_need(images.plugins), events)
+        self.relay: Relay | None = None
         self._gang: Gang | None = None
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -148,6 +150,8 @@ class Broadcasts:
         nodes = self.available(broadcast.nodes)
         spec = self.spec(nodes, call.tree, broadcast.attempt)
         gang = self._gang_for(spec, broadcast.job)
+        if self.relay is not None and (call.arguments.buffers or call.function.payload.buffers):
+            self.relay.share(call, nodes)
         with SIGNAL_GUARD:
             broadcast.begin(gang, self._events.call(call.label, *(node.name for node in nodes), ranks=spec.ranks))
 

@@ -55,6 +55,7 @@ from skyfab.pool.map import MapCall
 from skyfab.pool.node import TABLE, Node
 from skyfab.pool.nodes import Nodes, close_all, named, open_all, tell_files
 from skyfab.pool.project_sync import ProjectSync
+from skyfab.pool.relay import Relay
 from skyfab.pool.rendezvous import peer_addresses
 from skyfab.pool.scheduler import NOT_TAKEN, Scheduler
 from skyfab.pool.stall import watch
@@ -192,6 +193,7 @@ class Compute(ShownAsTable):
         self._devices = Devices(self._nodes.solo_spec, self._images.plugins, self.events, untrusted=untrusted)
         self._actors = Actors(self._scheduler.gpus, self._images.plugins, self.events, untrusted=untrusted)
         self.files = Files(self._nodes.solo_spec, self.events)
+        self.relay = self._broadcasts.relay = Relay(self._nodes.solo_spec, self.events)
         self._forwards = Forwards(self.events)
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()
         self._open = self._is_parents = False  # _is_parents is True in a forked child

@@ -34,7 +34,7 @@ from skyfab.device import devices
 from skyfab.device.stream import DeviceFuture, DeviceStream
 from skyfab.errors import DeviceError, HostLost, HostUnfit, SkyfabError, UsageError, WorkerDied
 from skyfab.host.device import entry, wire
-from skyfab.pool.addresses import Candidates
+from skyfab.pool.addresses import meeting_addresses
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Caller, Node, WorkerSpec
 from skyfab.protocol import codec, messages
@@ -66,10 +66,7 @@ class DeviceLink:
     def addresses_for(self, other: object) -> Sequence[str]:
         if not isinstance(other, DeviceLink):
             return ()
-        candidates = Candidates([self.node, other.node])
-        if candidates.one_machine:
-            return ("127.0.0.1",)
-        return [place.address for place in candidates.of(self.node)]
+        return meeting_addresses(self.node, other.node)
 
     def notice(self, text: str) -> None:
         self._events.emit(Notice(host=self.name, text=text))

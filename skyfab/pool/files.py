@@ -45,6 +45,7 @@ _PACE: Final = 0.1
 _SHOWN: Final = 20
 """Paths that are left out and shown."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
+_FULL_HINT: Final = "free some space on it, or send to another disk (to=…, --to=…)"
 _AGAIN: Final = "run it again: it resumes where it stopped"
 _workers = itertools.count(1)
 AnyPath = str | os.PathLike[str]
@@ -233,8 +234,10 @@ class Files:
 class Remote:
     """The source or target on a host: a worker of its own, which is asked with calls."""
 
-    def __init__(self, node: Node, spec: WorkerSpec, *, claims: bool = False) -> None:
+    def __init__(self, node: Node, spec: WorkerSpec, *, claims: bool = False, full: str = _FULL_HINT) -> None:
+        """`full` is the hint for a disk that is full."""
         self._node = node
+        self._full = full
         self._session = node.session
         self._worker = f"files.{next(_workers)}"
         self._spec = replace(spec, pipelined=True, reported=False, plain=True, claims=claims)
@@ -264,9 +267,9 @@ class Remote:
                 hint=_AGAIN,
             )
         *words, last = (request, *arguments)
-        if isinstance(last, (bytes, memoryview)) and request in ("store", "piece"):
+        if isinstance(last, (bytes, memoryview)) and request in ("store", "piece", "chunk"):
             last = pickle.PickleBuffer(last)
-        answer = Answer(self._node.name, request)
+        answer = Answer(self._node.name, request, self._full)
         payload = codec.dumps((*words, last, None))
         with SIGNAL_GUARD:
             call = PackedCall(function=_server(), arguments=payload, label=request)
@@ -281,22 +284,30 @@ class Remote:
 class Answer(Reply):
     """The reply of a host to one request."""
 
-    def __init__(self, host: str, request: str) -> None:
+    def __init__(self, host: str, request: str, full: str = _FULL_HINT) -> None:
         super().__init__()
         self._host = host
         self._request = request
+        self._full = full
+
+    def comes_within(self, seconds: float) -> bool:
+        """Waits for the reply, at most this long."""
+        until = time.monotonic() + seconds
+        while not self.is_there and time.monotonic() < until:
+            time.sleep(0.002)
+        return self.is_there
 
     def result(self) -> Any:
         """Waits for the reply. Raises HostUnfit for an error of the host's system."""
         message, buffers = self.wait()
         if isinstance(message, messages.Ended):
-            raise _unfit(errno.ESTALE, "the process of the transfer was killed", self._host)
+            raise _unfit(errno.ESTALE, "the process of the transfer was killed", self._host, self._full)
         if not isinstance(message, messages.Result) or not buffers:
             return unpack_result(message, buffers, host=self._host, rank=None, label="a transfer", untrusted=True)
         try:
             found = json.loads(bytes(buffers[0]))
             if "value" not in found:
-                raise _unfit(int(found["errno"] or 0), str(found["text"]), self._host)
+                raise _unfit(int(found["errno"] or 0), str(found["text"]), self._host, self._full)
             return found["value"] if len(buffers) == 1 else [*found["value"], *buffers[1:]]
         except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"not a reply to {self._request}", host=self._host) from error
@@ -333,10 +344,10 @@ def _lone(sources: Mapping[str, Remote]) -> Callable[[Entry, str], bool]:
     return is_lone
 
 
-def _unfit(number: int, text: str, host: str) -> HostUnfit:
+def _unfit(number: int, text: str, host: str, full: str = _FULL_HINT) -> HostUnfit:
     hint = None
     if number in _FULL:
-        hint = "free some space on it, or send to another disk (to=…, --to=…)"
+        hint = full
     elif number == errno.ESTALE:
         hint = _AGAIN
     return HostUnfit(text, host=host, hint=hint)

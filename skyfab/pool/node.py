@@ -10,7 +10,7 @@ import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
@@ -420,22 +420,34 @@ class Node(ShownAsTable):
             for name in waiting:
                 self._coming.setdefault(name, []).append(functools.partial(settled, name))
         for name in new:
-            self._send_blob(name, content[name], keep=keep)
+            self.send_blob(name, content[name], keep=keep)
         if there:
             then()
 
-    def _send_blob(self, name: str, content: Buffer, *, keep: bool) -> None:
+    def reserve(self, names: Iterable[str]) -> list[str]:
+        """Those of the blobs that the host lacks and nobody sends. The caller sends them, and calls `arrived`."""
+        with self._lock:
+            new = [name for name in names if name not in self._blobs and name not in self._coming]
+            self._coming.update((name, []) for name in new)
+        return new
+
+    def arrived(self, name: str, error: Exception | None, session: Session) -> None:
+        """A blob that was sent in a session is there, or will not be."""
+        with self._lock:
+            if self.session is not session:  # `reset` has called the listeners
+                return
+            if error is None:
+                self._blobs.add(name)
+            listeners = self._coming.pop(name, [])
+        for listener in listeners:
+            listener(error)
+
+    def send_blob(self, name: str, content: Buffer, *, keep: bool = False) -> None:
+        """Sends a blob that is reserved."""
         session = self.session
 
         def done(error: Exception | None) -> None:
-            with self._lock:
-                if self.session is not session:  # `reset` has called the listeners
-                    return
-                if error is None:
-                    self._blobs.add(name)
-                listeners = self._coming.pop(name, [])
-            for listener in listeners:
-                listener(error)
+            self.arrived(name, error, session)
 
         def answer(reply: messages.Message, _: list[memoryview]) -> None:
             failed = isinstance(reply, messages.Failed)

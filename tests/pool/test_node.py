@@ -324,7 +324,7 @@ def test_a_file_that_is_on_its_way_is_not_sent_twice(node: Node) -> None:
     session, tree = session_of(node), FakeTree()
     session.missing = ["blob1"]
     node._coming["blob1"] = []
-    node._send_blob("blob1", b"1", keep=True)
+    node.send_blob("blob1", b"1", keep=True)
     session.ops.clear()
     assert node.sync_project(tree)  # type: ignore[arg-type]
     assert session.ops == []

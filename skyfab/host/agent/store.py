@@ -32,24 +32,24 @@ def map_blob(stores: Sequence[str], name: str) -> memoryview:
             continue
         try:
             size = os.fstat(fd).st_size
-            if not size:
-                return memoryview(bytearray())
-            return memoryview(_mapped(fd, size))
+            return map_file(fd, size)
         finally:
             os.close(fd)
     raise FileNotFoundError(f"blob {name} is not on this host")
 
 
-def _mapped(fd: int, size: int) -> mmap.mmap:
-    """A private mapping of a file. Python's `mmap` would keep a descriptor open, and a model has many blobs."""
+def map_file(fd: int, size: int, *, shared: bool = False) -> memoryview:
+    """A file as memory, private or `shared`. Python's `mmap` would keep a descriptor open: a model has many blobs."""
     import ctypes
 
+    if not size:
+        return memoryview(bytearray())
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     place = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _FIXED
+    prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _FIXED
     if _libc_mmap()(place, size, prot, flags, fd, 0) != place:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return area
+    return memoryview(area)
 
 
 @functools.cache

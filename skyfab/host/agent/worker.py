@@ -80,7 +80,7 @@ def _settle(request: dict[str, Any]) -> None:
     sys.breakpointhook = _no_keyboard
     faulthandler.enable(sys.stderr)
     info = request["info"]
-    context.hold_folder(os.getcwd())
+    context.hold_folder(os.getcwd(), request["stores"])
     context.hold_run(request["run"])
     context.offer_stacks(request["worker"], info.get("rank", 0))
     context.hold_listener(request["listener"])

@@ -22,14 +22,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any
 
-_side: Source | Target | None = None
-"""Of this process: a transfer has a worker of its own."""
+_side: Any = None
+"""Of this process, a source, a target or a relay: a transfer has a worker of its own."""
 
 
 def serve(request: str, *arguments: Any) -> Payload:
     """Carries out a request. Data of files, if any, is the last argument or part of the reply."""
     try:
-        if _side is None and request not in ("receive", "send"):
+        if _side is None and request not in _OPENING:
             raise OSError(errno.ESTALE, "the process of the transfer was killed")
         found = _REQUESTS[request](*arguments) if request in _REQUESTS else getattr(_side, request)(*arguments)
     except OSError as error:
@@ -90,4 +90,26 @@ def _fetched(patterns: Sequence[bytes]) -> None:
     note_fetched(f"fetched.{zlib.crc32(b'/'.join(patterns))}", _side.paths, os.path.dirname(own_folder()))
 
 
-_REQUESTS: dict[str, Any] = {"receive": _receive, "send": _send, "fetched": _fetched}
+def _open(*about: Any) -> list[int]:
+    """Opens the host's part of a relay: which of its items the store lacks, by their numbers."""
+    global _side
+    from skyfab.host.relay import HostRelay  # its imports would slow the start of other transfers
+
+    _side = HostRelay(*about)
+    return sorted(_side.drafts)
+
+
+def _measure(names: Sequence[str]) -> tuple[list[int], str]:
+    from skyfab.host.relay import measure
+
+    return measure(names)
+
+
+_OPENING = ("receive", "send", "open", "measure")
+_REQUESTS: dict[str, Any] = {
+    "receive": _receive,
+    "send": _send,
+    "fetched": _fetched,
+    "open": _open,
+    "measure": _measure,
+}

@@ -1,0 +1,131 @@
+"""Relays on real hosts: what several of them need leaves this machine once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+import skyfab as sky
+from skyfab.lab import Lab
+from skyfab.pool.relay import CHAIN, plan
+
+pytestmark = pytest.mark.lab
+MIB = 1 << 20
+
+
+def item(size: int) -> tuple[str, bytes]:
+    data = os.urandom(size)
+    return hashlib.sha256(data).hexdigest(), data
+
+
+@sky.function
+def stored(name: str) -> str:
+    """The hash of what the store has under a name."""
+    from skyfab.context import own_stores
+
+    for folder in own_stores():
+        path = Path(folder) / name
+        if path.exists():
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+    return ""
+
+
+def left(lab: Lab) -> int:
+    """Bytes that have left this machine for the hosts of the lab."""
+    return int(Path(f"/sys/class/net/{lab.hosts[0].network.bridge}/statistics/tx_bytes").read_text())
+
+
+@pytest.mark.parametrize("count", [0, 1, 16, 17, 40, 100])
+def test_the_plan(count: int) -> None:
+    parents = plan(count)
+    assert len(parents) == count
+    assert [place for place, parent in enumerate(parents) if parent is None] == [0][:count]
+    for place, parent in enumerate(parents):
+        assert parent is None or parent < place
+    assert all(parents.count(place) <= 2 for place in range(count)), "nobody sends more than twice"
+    assert parents[:CHAIN] == [None, *range(CHAIN - 1)][:count]
+
+
+@sky.function
+def digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def pool(lab: Lab, hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
+    if lab.kind != "namespace":
+        pytest.skip(lab.limits[0])
+    with sky.Compute(hosts_of("openssh", 4), ui="none") as compute:
+        yield compute
+
+
+def test_it_leaves_this_machine_once(lab: Lab, pool: sky.Compute) -> None:
+    items = dict([item(20 * MIB + 5), item(3 * MIB), item(1), item(0)])
+    before = left(lab)
+    assert pool.relay.send(items, pool.hosts) == {}
+    assert left(lab) - before < 1.1 * sum(map(len, items.values()))
+    for name in items:
+        assert stored(name) @ pool == [name] * 4
+    before = left(lab)
+    assert pool.relay.send(items, pool.hosts, keep=True) == {}
+    assert left(lab) - before < 100_000, "all hosts have it"
+
+
+def test_what_one_host_has_does_not_leave_again(lab: Lab, pool: sky.Compute) -> None:
+    name, data = item(8 * MIB)
+    assert pool.relay.send({name: data}, pool.hosts[2:3]) == {}
+    before = left(lab)
+    assert pool.relay.send({name: data}, pool.hosts) == {}
+    assert left(lab) - before < 100_000
+    assert stored(name) @ pool == [name] * 4
+
+
+def test_what_only_other_hosts_have(lab: Lab, pool: sky.Compute) -> None:
+    """Different hosts have different items, and this machine has neither."""
+    (one, data), (two, other) = item(5 * MIB), item(6 * MIB)
+    assert pool.relay.send({one: data}, pool.hosts[:1]) == {}
+    assert pool.relay.send({two: other}, pool.hosts[1:2]) == {}
+    holders = {one: pool.hosts[:1], two: pool.hosts[1:2]}
+    before = left(lab)
+    assert pool.relay.send({one: None, two: None}, pool.hosts[2:], holders=holders) == {}
+    assert left(lab) - before < 100_000
+    assert [*map(bool, stored(one) @ pool)] == [True, False, True, True]
+    assert [*map(bool, stored(two) @ pool)] == [False, True, True, True]
+
+
+def test_what_nobody_has(pool: sky.Compute) -> None:
+    name, _ = item(10)
+    errors = pool.relay.send({name: None}, pool.hosts[1:], holders={name: pool.hosts[:1]})
+    assert [*errors] == [*pool.hosts[1:]]
+    assert all(isinstance(error, sky.HostUnfit) for error in errors.values())
+
+
+def test_a_file(pool: sky.Compute, tmp_path: Path) -> None:
+    name, data = item(6 * MIB)
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    seen: list[tuple[int, int]] = []
+    assert (
+        pool.relay.send({name: path}, pool.hosts, progress=lambda node, done, total: seen.append((done, total))) == {}
+    )
+    assert stored(name) @ pool == [name] * 4
+    assert max(seen) == (len(data), len(data))
+    path.write_bytes(data[:-1] + b"x")
+    other = hashlib.sha256(data + b"x").hexdigest()
+    with pytest.raises(sky.UsageError, match="changed while it was sent"):
+        pool.relay.send({other: path}, pool.hosts)
+
+
+def test_arguments_of_a_broadcast(lab: Lab, pool: sky.Compute) -> None:
+    data = os.urandom(16 * MIB)
+    ref = pool.put(data)
+    before = left(lab)
+    assert digest(ref) @ pool == [digest.fn(data)] * 4
+    assert left(lab) - before < 1.1 * len(data)
+    before = left(lab)
+    assert digest(ref) @ pool == [digest.fn(data)] * 4
+    assert left(lab) - before < 100_000

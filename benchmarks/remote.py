@@ -109,3 +109,22 @@ def speak(lines: int, quiet: bool, rate: int = 0) -> float:
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+@sky.function
+def compiled_step(width: int) -> float:
+    """The seconds of the first training step of a model under torch.compile."""
+    import torch
+
+    layers = [torch.nn.Linear(width, 256), torch.nn.GELU(), torch.nn.LayerNorm(256), torch.nn.Linear(256, 8)]
+    model = torch.compile(torch.nn.Sequential(*layers))
+    started = time.perf_counter()
+    model(torch.ones(16, width)).sum().backward()
+    return time.perf_counter() - started
+
+
+@sky.function
+def compiled_files() -> int:
+    """How many files Inductor's cache has, apart from its locks."""
+    found = os.walk(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    return sum(len(files) for folder, _, files in found if not folder.endswith("/locks"))

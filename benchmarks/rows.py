@@ -9,6 +9,7 @@ from benchmarks.arena import Arena
 from benchmarks.ask import Ask
 from benchmarks.bulk import Bulk
 from benchmarks.cold import Cold
+from benchmarks.compiled import Compiled
 from benchmarks.containers import Containers
 from benchmarks.dask import Dask
 from benchmarks.device import Device
@@ -60,6 +61,7 @@ ROWS: tuple[Row, ...] = (
     Top(),
     Containers(),
     Doctor(),
+    Compiled(),
     Device(),
     Dask(),
     Ray(),

@@ -27,6 +27,7 @@ _WORDS: Final = {
     "run": "run folder",
     "runs": "run",
     "files": "working folder",
+    "compiled": "kernel cache",
     "drafts": "incomplete item",
     "wheels": "wheel",
     "built": "built wheel",

@@ -28,6 +28,7 @@ _NOTES: Final = 1000
 _SHAPES: Final[Mapping[str, Any]] = {
     "receive": tuple[str, str, int],
     "send": str,
+    "compiled": str,
     "rows": tuple[list[list[Any]], list[tuple[str, str]]],  # the target checks each row
     "digest": str,
     "hold": str,

@@ -41,6 +41,7 @@ from skyfab.host.agent.actors import construct
 from skyfab.inventory.host import MOST_SLOTS, Host
 from skyfab.inventory.inventory import Inventory, note_used
 from skyfab.plugins.base import Plugin
+from skyfab.pool import compiled
 from skyfab.pool.actor import Limits
 from skyfab.pool.broadcasts import Broadcasts
 from skyfab.pool.detach import Detacher
@@ -259,6 +260,8 @@ class Compute(ShownAsTable):
         try:
             for plugin in self._images.plugins:
                 self._around.enter_context(plugin.around_client(self))
+            if self._results == "any":  # kernels are code
+                self._around.enter_context(compiled.shared(nodes, self._nodes.solo_spec, self.events))
         except BaseException:
             self.close()
             raise

@@ -148,6 +148,8 @@ class Node(ShownAsTable):
         """Called with the worker and its generation when streams or actors are sent to it, in a call's arguments."""
         self.on_exited: Callable[[str], None] = lambda worker: None
         """Called with a worker that has exited."""
+        self.on_imports: Callable[[], None] = lambda: None
+        """Called when a worker begins or ends to import a package."""
         self.open_device: weakref.WeakMethod[Callable[..., torch.device]] | None = None
         """The pool's own method, once it is open."""
 
@@ -233,6 +235,7 @@ class Node(ShownAsTable):
 
     def on_import(self, worker: str, module: str) -> None:
         if worker in self._workers:
+            self.on_imports()
             rank = self._rank_of(worker)
             self._owner.events.emit(Importing(host=self.name, rank=rank, worker=worker, module=module))
 

@@ -119,10 +119,12 @@ def _prepare() -> None:
     """Imports what every worker needs, and runs `site`, without which the interpreter was started."""
     import site
 
+    from skyfab.host import compiled
     from skyfab.host.agent import worker
 
     worker.Worker  # noqa: B018  # imported before the fork, so that workers share its memory
     site.main()
+    compiled.key()
     gc.collect()
     gc.freeze()  # the garbage collector then does not write to shared pages
 
@@ -312,6 +314,8 @@ def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited:
         from skyfab.host.gpu_locks import note_rank
 
         note_rank(request)
+    from skyfab.host import compiled
     from skyfab.host.agent import worker
 
+    compiled.use(os.path.dirname(request["stores"][-1]))  # the variables of the request replace it
     worker.main(source, sink, request)

@@ -11,9 +11,10 @@ import os
 import zlib
 
 from skyfab.context import own_folder
-from skyfab.files.entries import FILE, is_inner, words
+from skyfab.files.entries import FILE, is_inner, walk, words
 from skyfab.files.source import Source, matching
 from skyfab.files.target import Target
+from skyfab.host import compiled
 from skyfab.host.agent.workdir import copied_at, is_written, note_fetched
 from skyfab.protocol.codec import Payload
 
@@ -105,11 +106,23 @@ def _measure(names: Sequence[str]) -> tuple[list[int], str]:
     return measure(names)
 
 
-_OPENING = ("receive", "send", "open", "measure")
+def _compiled(way: str) -> str:
+    """Opens the source (`send`) or target of the host's compiled kernels. Returns their key; empty if it has none."""
+    global _side
+    folder = os.fsencode(compiled.folder())
+    if folder and way == "receive":
+        _side = Target(folder)
+    elif folder:
+        _side = Source(walk(folder, b"", [], compiled.is_code) if os.path.isdir(folder) else (), [])
+    return os.path.basename(folder).decode()
+
+
+_OPENING = ("receive", "send", "open", "measure", "compiled")
 _REQUESTS: dict[str, Any] = {
     "receive": _receive,
     "send": _send,
     "fetched": _fetched,
     "open": _open,
     "measure": _measure,
+    "compiled": _compiled,
 }

@@ -70,6 +70,7 @@ class _Cleaning:
         for kind in ("trees", "blobs"):
             self._sweep(kind, kind, _DIGEST, self._no_pool_has)
         self._sweep("runs", "runs", _DIGEST, _run_is_over)
+        self._sweep("compiled", "compiled", _DIGEST, _unread)
         self._report["folders"] = self._sweep("files", "files", r"[^.].*", self._no_pool_has_folder)
         self._sweep("", "files", r"\.copied-.*", _has_no_copy)
         self._sweep("logs", "logs", _POOL, self._no_pool_writes)
@@ -80,7 +81,7 @@ class _Cleaning:
         return self._report
 
     def run_here(self) -> dict[str, Any]:
-        kinds = ("wheels", "built", "locks", "tools", "hosts", "fetch")
+        kinds = ("wheels", "built", "locks", "tools", "hosts", "fetch", "compiled")
         for kind in kinds:
             self._sweep(kind, kind, r"[^.].*", _unread)
         self._sweep("pythons", "pythons", r"cpython-.*", _unread)

@@ -1,0 +1,162 @@
+"""Kernels that one host of a pool has compiled, and that the others get."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from stage.spot import until
+
+import skyfab as sky
+from skyfab._util.cache import cache_folder
+from skyfab.host import compiled
+
+Open = Callable[..., sky.Compute]
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def own_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Kernels of other tests are not found, neither here nor on hosts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[Open]:
+    """Opens two hosts on this machine, each with a cache of its own."""
+    opened: list[sky.Compute] = []
+
+    def open_it(names: str = "ab", **options: Any) -> sky.Compute:
+        hosts = [sky.Host(name=name, transport="local", cache=str(tmp_path / name)) for name in names]
+        opened.append(sky.Compute(hosts, ui="none", **options).open())
+        return opened[-1]
+
+    yield open_it
+    for compute in opened:
+        compute.close()
+
+
+def compile_by_hand(content: str) -> str:
+    """Leaves what a compiler does, and what belongs to this host alone. A real one takes longer."""
+    import numpy as np
+
+    assert np
+    folder = Path(os.environ["TRITON_CACHE_DIR"], "ab")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "kernel.so").write_text(content)
+    (folder / "half.so").write_text("half")
+    (folder / "half_CxxBuild").mkdir(exist_ok=True)
+    (folder / "kernel.lock").write_text("")
+    (folder / ".12.34.tmp").write_text("half")
+    time.sleep(1.1)
+    return str(folder)
+
+
+def has_compiled(name: str = "kernel.so") -> str:
+    found = Path(os.environ["TRITON_CACHE_DIR"], "ab", name)
+    return found.read_text() if found.exists() else ""
+
+
+def names() -> list[str]:
+    return sorted(path.name for path in Path(os.environ["TRITON_CACHE_DIR"], "ab").iterdir())
+
+
+def with_numpy() -> str:
+    import numpy as np
+
+    assert np
+    return has_compiled()
+
+
+def variables() -> dict[str, str]:
+    return {name: os.environ.get(name, "") for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")}
+
+
+def test_what_one_host_has_compiled_the_other_one_gets_and_only_what_is_complete(pair: Open) -> None:
+    compute = pair()
+    compute.run(sky.function(compile_by_hand)("fast"))
+    other = compute.hosts[1].name
+    until(lambda: compute.submit(sky.function(has_compiled)(), on=other).result() == "fast", "the kernel is there")
+    assert compute.submit(sky.function(names)(), on=other).result() == ["kernel.so"]
+
+
+def test_a_later_pool_with_other_hosts_gets_them_from_this_machine(pair: Open) -> None:
+    compute = pair()
+    compute.run(sky.function(compile_by_hand)("kept"))
+    until(lambda: any((cache_folder() / "compiled").glob("*/triton/ab/kernel.so")), "this machine has a copy")
+    compute.close()
+    later = pair("cd")
+    later.run(sky.function(with_numpy)())
+    until(lambda: later.run(sky.function(has_compiled)()) == "kept", "the kernel is there")
+
+
+def test_hosts_that_are_not_trusted_get_no_code_of_others(pair: Open) -> None:
+    compute = pair(results="data")
+    compute.run(sky.function(compile_by_hand)("hostile"))
+    compute.run(sky.function(compile_by_hand)("hostile"))
+    assert not (cache_folder() / "compiled").exists()
+
+
+def test_a_folder_that_the_user_has_chosen_stays(pair: Open, tmp_path: Path) -> None:
+    chosen = str(tmp_path / "own")
+    compute = pair(env={"TORCHINDUCTOR_CACHE_DIR": chosen})
+    found = compute.run(sky.function(variables)())
+    assert found["TORCHINDUCTOR_CACHE_DIR"] == chosen
+    assert found["TORCH_EXTENSIONS_DIR"].startswith(str(tmp_path / "a" / "compiled"))
+
+
+def test_a_host_whose_answer_is_not_a_key_is_left_out(pair: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name from a host must not become a path here."""
+    from skyfab.pool import compiled as here
+
+    seen: list[str] = []
+
+    def hostile(request: str, value: Any) -> Any:
+        seen.append(request)
+        return "../../outside"
+
+    monkeypatch.setattr(here, "check", hostile)
+    compute = pair()
+    compute.run(sky.function(compile_by_hand)("fast"))
+    until(lambda: "compiled" in seen, "it was asked")
+    compute.close()
+    assert not (cache_folder() / "compiled").exists()
+    assert not (cache_folder().parent / "outside").exists()
+
+
+def test_what_compiled_code_depends_on_has_one_name() -> None:
+    assert compiled.key() == compiled.key()
+    assert len(compiled.key()) == 40
+
+
+def first_step() -> tuple[float, dict[str, int]]:
+    """The seconds of the first step of a compiled model, and how its graphs were found."""
+    import torch
+    from torch._dynamo.utils import counters
+
+    model = torch.compile(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.LayerNorm(64)))
+    began = time.perf_counter()
+    model(torch.ones(8, 64)).sum().backward()
+    return time.perf_counter() - began, dict(counters["inductor"])
+
+
+def files() -> int:
+    found = os.walk(os.environ["TORCHINDUCTOR_CACHE_DIR"])
+    return sum(len(names) for folder, _, names in found if not folder.endswith("/locks"))
+
+
+@pytest.mark.torch
+@pytest.mark.slow
+def test_a_model_that_one_host_has_compiled_is_not_compiled_again(lent_hosts_of: Callable[..., list[sky.Host]]) -> None:
+    with sky.Compute(lent_hosts_of("openssh"), ui="none") as compute:
+        first, second = [node.name for node in compute.hosts]
+        _, found = compute.submit(sky.function(first_step)(), on=first).result()
+        assert found["fxgraph_cache_miss"] == 2
+        wanted = compute.submit(sky.function(files)(), on=first).result()
+        until(lambda: compute.submit(sky.function(files)(), on=second).result() >= wanted, "the other host has them")
+        _, found = compute.submit(sky.function(first_step)(), on=second).result()
+    assert found["fxgraph_cache_hit"] == 2

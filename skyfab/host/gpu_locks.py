@@ -2,18 +2,26 @@
 
 Each process that wants GPUs publishes a *ticket*, and once it has them a *hold*. They are files in /tmp, which is
 sticky: only the owner of a file can remove it. A file is created with mode 0600, locked, written, and published by
-changing its mode to 0644. The lock is a POSIX write lock, for which a file must be open for writing: only its owner
-can have it, and it ends with its process, whatever ends that. Others test it by trying a read lock, which only a
-write lock refuses, and which hinders nobody. The owner in the name must be that of the file; links, other kinds of
-files, and content that is invalid do not count. A dead file counts no longer; the next process of its owner removes it.
+changing its mode to 0644. The lock is a write lock, for which a file must be open for writing: only its owner can
+have it. On Linux it belongs to the open file (F_OFD_SETLK), elsewhere to the process; it ends when the process and
+programs that were started with this file open have ended, whatever ends them. Others test it by trying a read lock,
+which only a write lock refuses, and which hinders nobody. The owner in the name must be that of the file; links, other
+kinds of files, and content that is invalid do not count. A dead file counts no longer; the next process of its owner
+removes it.
 
 Why two processes never hold the same GPU: a process publishes its hold, then looks at all others, and withdraws if
 any of them has one of its GPUs. Suppose that P and Q hold the same GPU. Both holds stay published from before the look
 until the release, and one was published first, say that of P. Q looked after it had published its own, so it saw that
 of P, and withdrew. The proof uses neither clocks nor the order of tickets: whatever those say, nobody holds
 twice. (It also needs that a look finds each file that was there before it began, which POSIX guarantees for readdir,
-and that P did not lose its lock: a process must never open and close one of its own files, which would release it.)
-What a process has started ends shortly after it; before GPUs are taken, the vendor's tool is asked who uses them.
+and that P did not lose its lock: a process must never open and close one of its own files, which would release it
+where locks belong to processes.)
+
+Other ranks of a gang use the GPUs that the first one on their host holds, and may live longer. Each *joins* the hold
+before it uses them: it publishes a file of its own, and then makes sure that the hold is alive. Until then others saw
+the hold, from then on they see the file: there is no moment at which they see neither. Programs on these GPUs are
+started with the open file, so that they have the lock as long as they live, on Linux; elsewhere they end shortly after
+the process that has started them. Before GPUs are taken, the vendor's tool is asked who uses them, too.
 
 Why somebody always gets GPUs: only the first ticket may publish a hold, so holds rarely meet. The order is (priority,
 change time, inode) of the ticket, which the kernel writes and never changes as long as the owner leaves the file
@@ -29,6 +37,7 @@ import json
 import os
 import re
 import stat
+import struct
 import time
 
 from skyfab.host.ask.gpu_tools import look_at_gpus, user_name
@@ -123,7 +132,7 @@ class _File:
             self._key = (about.st_dev, about.st_ino)
             _own[self._key] = self.fd
             try:
-                fcntl.lockf(self.fd, fcntl.LOCK_EX)  # may wait for a process of the same user that looks at it
+                _lock(self.fd)  # may wait for a process of the same user that looks at it
                 if os.write(self.fd, content) < len(content):
                     raise OSError(f"the disk of {folder} is full")
                 os.fchmod(self.fd, _PUBLISHED)
@@ -143,14 +152,27 @@ class _File:
         os.close(self.fd)
 
 
+def _lock(fd: int) -> None:
+    if hasattr(fcntl, "F_OFD_SETLKW"):
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLKW, struct.pack("hhqqi", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0))
+    else:
+        fcntl.lockf(fd, fcntl.LOCK_EX)
+
+
 def look(folder: str = FOLDER) -> list[Lease]:
-    """All leases of other processes on this host, in the order of tickets. Removes dead files of this user."""
+    """All leases of other processes on this host, in the order of tickets. Removes dead files of this user.
+
+    A run is listed once, even if several ranks have the same GPUs.
+    """
     try:
         names = [name for name in os.listdir(folder) if name.startswith("skyfab-gpus.")]
     except OSError:
         return []
-    found = [lease for name in names if (lease := _read(folder, name)) is not None]
-    return sorted(found, key=lambda lease: lease.order)
+    leases = [lease for name in names if (lease := _read(folder, name)) is not None]
+    found: dict[tuple[Any, ...], Lease] = {}
+    for one in sorted(leases, key=lambda lease: lease.order):
+        found.setdefault(one.order if one.kind == "ticket" else (one.uid, one.run, one.gpus), one)
+    return list(found.values())
 
 
 def _read(folder: str, name: str) -> Lease | None:
@@ -232,10 +254,7 @@ def _said(gpus: Iterable[int], count: int, run: str, *, low: bool = False, waits
 
 
 class Claim:
-    """A wish for `count` of the GPUs `among`; 0: for all of them that are free. `try_take` is called until it has them.
-
-    `reason` says why it does not have them.
-    """
+    """A wish for `count` of the GPUs `among`; 0: for all that are free. `try_take` is called until it has them."""
 
     def __init__(
         self,
@@ -263,7 +282,8 @@ class Claim:
         self._pause = _PAUSES[0]
         self.gpus: tuple[int, ...] = ()
         """Those that it holds."""
-        self.reason = ""
+        self.reason = self.refusal = ""
+        """Why it does not have them: with its place in the queue; and for one that does not wait."""
         self.warning = ""
         """Why it is not known whether other programs use GPUs, if that is so."""
 
@@ -290,8 +310,24 @@ class Claim:
         self._ticket = None
         return True
 
+    def join(self, hold: str) -> bool:
+        """Uses all GPUs `among`, which another process holds in a file of this name; False if that process has gone."""
+        self._hold = _File(self._folder, "use", _said(self._among, len(self._among), self._run, low=self._low))
+        self.gpus = self._among
+        return _read(self._folder, hold) is not None
+
+    @property
+    def hold(self) -> str:
+        """The name of the file that says what it holds."""
+        return "" if self._hold is None else os.path.basename(self._hold.path)
+
+    @property
+    def fds(self) -> tuple[int, ...]:
+        """Open files for programs on these GPUs, which keep the hold alive as long as they live."""
+        return () if self._hold is None else (self._hold.fd,)
+
     def _choose(self, leases: Sequence[Lease]) -> tuple[int, ...]:
-        """The GPUs to take; empty if it must wait. Sets `reason`."""
+        """The GPUs to take; empty if it must wait. Sets `reason` and `refusal`."""
         holders = [one for one in leases if one.kind != "ticket" and one.overlaps(self._among)]
         taken = {gpu for one in holders for gpu in one.gpus}
         ahead = self._ahead(leases, taken)
@@ -301,13 +337,13 @@ class Claim:
             free = [gpu for gpu in free if gpu not in self._in_use()]
             if len(free) >= needed:
                 return tuple(free[: self._count or None])
-        if len(holders) + len(ahead):
-            first, *others = [*holders, *ahead]
-            why = f"after {first}" + (f" and {len(others)} more" if others else "")
+        if before := [*holders, *ahead]:
+            who = f"{before[0]}" + (f" and {len(before) - 1} more" if before[1:] else "")
+            waits, self.refusal = f"after {who}", f"in use by {who}"
         else:
             numbers = ", ".join(map(str, sorted(self._busy.intersection(self._among))))
-            why = f"other programs use GPU {numbers} of {os.uname().nodename}"
-        self.reason = f"{_ordinal(len(ahead) + 1)}, {why}"
+            waits = self.refusal = f"other programs use GPU {numbers} of {os.uname().nodename}"
+        self.reason = f"{_ordinal(len(ahead) + 1)}, {waits}"
         return ()
 
     def _ahead(self, leases: Sequence[Lease], taken: set[int]) -> list[Lease]:
@@ -353,11 +389,6 @@ class Claim:
         gain = {order: len(set(gpus).intersection(wanted.gpus)) for order, gpus in low}
         later = sum(count for order, count in gain.items() if order > low[-1][0])
         return later < missing <= sum(gain.values())
-
-    @property
-    def refusal(self) -> str:
-        """The reason, for a program that does not wait."""
-        return self.reason.partition(", ")[2].replace("after ", "in use by ", 1)
 
     def release(self) -> None:
         """Gives the GPUs back, or leaves the queue."""

@@ -4,7 +4,8 @@ Rank 0 decides, over the rank channel, when the ranks take GPUs, start, stop and
 
 The first rank of each host, its *leader*, takes the host's GPUs (skyfab.host.gpu_locks) when rank 0 asks it to. Rank 0
 asks one leader after the other, in the order of the hosts' names, which is the same for all users: so two gangs that
-want the same hosts do not wait for each other. When all have their GPUs, every rank starts the program. A program with
+want the same hosts do not wait for each other. When all have their GPUs, every rank joins the hold of its leader, and
+starts the program: the GPUs are not free before all of these processes have ended. A program with
 low priority gives way: it is stopped on all ranks, all GPUs are released, and all begin again. If a rank of a server
 ends, all are stopped and started again; they keep their GPUs.
 """
@@ -98,7 +99,7 @@ def supervise(words: Sequence[str], folder: str | None, settings: Message) -> in
 
 
 class _Rank:
-    """One rank: does what rank 0 asks for. A leader keeps its hold until its process ends, with the other ranks."""
+    """One rank: does what rank 0 asks for. It keeps its GPUs until its process ends, with the other ranks."""
 
     _channel: Channel
 
@@ -108,6 +109,7 @@ class _Rank:
         self._settings = settings
         self._gpus: Message = settings["gpus"] or {}
         self._claim: Claim | None = None
+        self._is_leader = context.instance_info().local_rank == 0
         self._refuse_at = 0.0
         self._said = ""
         self._program: command.Program | None = None
@@ -169,10 +171,10 @@ class _Rank:
     def _look(self, claim: Claim) -> None:
         """At most twice a second."""
         if claim.gpus:
-            if self._gpus["low"] and claim.should_give_way():
+            if self._gpus["low"] and self._is_leader and claim.should_give_way():
                 self._channel.request({"op": "give_way"})
         elif claim.try_take():
-            self._channel.request({"op": "taken", "gpus": claim.gpus, "warning": claim.warning})
+            self._channel.request({"op": "taken", "gpus": claim.gpus, "hold": claim.hold, "warning": claim.warning})
         elif not self._gpus["wait"]:
             if time.monotonic() > self._refuse_at:
                 few = f"--where='gpus.free >= {self._gpus['count'] or 1}' --nodes=1"
@@ -183,12 +185,18 @@ class _Rank:
             self._channel.request({"op": "waits", "reason": claim.reason})
 
     def _on_start(self, message: Message) -> None:
-        env = {}
-        if message["gpus"] is not None:
-            env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, message["gpus"])), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+        env: dict[str, str] = {}
+        if message["taken"] is not None:
+            gpus = message["taken"]["gpus"]
+            if self._claim is None:
+                self._claim = Claim(len(gpus), gpus, self._settings["run"], low=self._gpus["low"])
+                if not self._claim.join(message["taken"]["hold"]):
+                    raise WorkerDied("the first rank of this host has gone, which held its GPUs")
+            env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         if self._settings["script"] is not None:
             env[PERFORM] = self._settings["script"]
-        self._program = command.start(self._words, port=message["port"], env=env, cwd=self._folder)
+        fds = () if self._claim is None else self._claim.fds
+        self._program = command.start(self._words, port=message["port"], env=env, cwd=self._folder, pass_fds=fds)
 
     def _on_stop(self, message: Message) -> None:
         self.stop(message["grace"], is_over=message["gives_way"])
@@ -228,8 +236,8 @@ class _Coordinator:
         self._server: Message | None = settings["server"]
         self._claims = settings["gpus"] is not None
         self._ranks: dict[int, Message] = {}
-        self._gpus: dict[int, list[int]] = {}
-        """By node."""
+        self._taken: dict[int, Message] = {}
+        """The GPUs, by node, as its leader has reported them."""
         self._running: set[int] = set()
         self._used = 0
         """Restarts that count."""
@@ -294,7 +302,7 @@ class _Coordinator:
                     return False
                 if message["op"] == "waits":
                     self._say_waiting(message["reason"])
-            self._gpus[self._ranks[leader]["node"]] = message["gpus"]
+            self._taken[self._ranks[leader]["node"]] = message
             if message["warning"]:
                 text = f"{message['warning']}: programs that use GPUs without skyfab are not seen"
                 print(f"{self._ranks[leader]['host'][0]}: {text}", file=sys.stderr, flush=True)
@@ -312,7 +320,7 @@ class _Coordinator:
         ready = None if self._server is None else _Readiness(self._server)
         port = _free_port()
         for rank, about in self._ranks.items():
-            self._head.push({"op": "start", "port": port, "gpus": self._gpus.get(about["node"])}, rank)
+            self._head.push({"op": "start", "port": port, "taken": self._taken.get(about["node"])}, rank)
         self._running = set(self._ranks)
         while True:
             with contextlib.suppress(queue.Empty):

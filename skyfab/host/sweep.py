@@ -145,6 +145,10 @@ class SlotGpus:
                 return ""
         return self._claim.reason or "other programs are about to take GPUs"
 
+    @property
+    def fds(self) -> tuple[int, ...]:
+        return self._claim.fds
+
     def give_back(self, trials: int, *, is_over: bool) -> None:
         """After some trials, or none; if all are over, nothing is held and it leaves the queue."""
         with self._lock:
@@ -227,11 +231,11 @@ class Driver:
             while gpus and (waits := gpus.try_take()) and time.monotonic() < until and not self.stopped.wait(0.5):
                 pass
             trial = self._next(ended, waits)
-            ended = self._run(trial, gpus.numbers if gpus else None) if trial else None
+            ended = self._run(trial, gpus) if trial else None
             if gpus:
                 gpus.give_back(0 if waits else 1, is_over=trial is None)
 
-    def _run(self, trial: Trial, gpus: str | None) -> Trial | None:
+    def _run(self, trial: Trial, gpus: SlotGpus | None) -> Trial | None:
         """Runs a trial in its folder. Returns it with its end; None if all of the run was stopped."""
         self._note(trial)
         folder, began, error = os.path.abspath(trial["folder"]), time.monotonic(), ""
@@ -239,7 +243,7 @@ class Driver:
         script = next(path for root in sys.path if os.path.isfile(path := os.path.join(root, name)))
         env = {"PYTHONUNBUFFERED": "1", "SKYFAB_WORKDIR": os.getcwd(), context.REPORT: f"{folder}/report.json"}
         if gpus is not None:
-            env |= {"CUDA_VISIBLE_DEVICES": gpus, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+            env |= {"CUDA_VISIBLE_DEVICES": gpus.numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         limited = [] if self._plan["share"] is None else ["-c", _LIMITED, self._plan["share"]]
         try:
             os.makedirs(folder, exist_ok=True)
@@ -247,7 +251,8 @@ class Driver:
                 os.unlink(f"{folder}/report.json")  # of an earlier attempt
             with open(f"{folder}/log.txt", "ab") as log:
                 words = [sys.executable, *limited, script, *trial["words"]]
-                program = start(words, env=env, cwd=folder, stdout=log, stderr=log, start_new_session=True)
+                options: Any = {"stdout": log, "stderr": log, "pass_fds": gpus.fds if gpus else ()}
+                program = start(words, env=env, cwd=folder, start_new_session=True, **options)
             self._groups.add(program.pid)
             if sys.platform == "linux":  # until it is reaped, no other process or group can have its number
                 os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
@@ -260,8 +265,9 @@ class Driver:
                 error = _last_line(f"{folder}/log.txt")
         except (OSError, SkyfabError) as failure:  # no space, or no permission
             code, error = 1, str(failure)
-        ended = {**trial, "state": "failed" if code else "done", "code": code, "error": error, "gpus": gpus}
+        ended = {**trial, "state": "failed" if code else "done", "code": code, "error": error}
         ended |= {"values": _report_of(folder), "seconds": round(time.monotonic() - began, 3)}
+        ended["gpus"] = gpus.numbers if gpus else None
         with contextlib.suppress(OSError), open(f"{folder}/trial.json", "w") as file:
             json.dump(ended, file, indent=2)
         if code == -signal.SIGTERM and self.stopped.wait(1.0):

@@ -192,6 +192,34 @@ def test_a_killed_agent_frees_its_place_and_its_gpus(queue: Queue, namespaces: L
     assert queue.runs("third") == ["0,1"]
 
 
+STUBBORN = """
+trap '' TERM
+echo $$ >SPOT/new.$RANK; mv SPOT/new.$RANK SPOT/held.$RANK
+while :; do sleep 1; done
+"""
+AFTER = """
+for pid in $(cat SPOT/held.*); do grep -s '^State:.*[RSD]' /proc/$pid/status; done >SPOT/seen.$RANK
+mv SPOT/seen.$RANK SPOT/after.$RANK
+sleep 600
+"""
+
+
+def test_gpus_are_free_only_when_all_ranks_of_the_host_are_gone(queue: Queue, namespaces: Lab) -> None:
+    """Also if the process that has taken them is killed, and others ignore SIGTERM."""
+    for name, script in (("gang", STUBBORN), ("after", AFTER)):
+        words = ("--when-free", "--gpus=2", "--detach", f"--name={name}", "--", "sh", "-c")
+        ran = queue.run(*words, script.replace("SPOT/", queue.spot / ""))
+        assert ran.code == 0, ran.err
+        queue.names.append((name, "ada"))
+        if name == "gang":
+            pids = [int(next(iter(queue.spot.wait(f"held.{rank}").values()))) for rank in (0, 1)]
+    queue.waits("after", r"1st, after ada's gang \(node1, 2 GPUs, \d+ s so far\)")
+    host = namespaces["node1"]
+    (leader,) = [one.ppid for one in host.processes() if one.pid == pids[0]]
+    host.run(["kill", "-9", str(leader)])
+    assert queue.spot.wait("after.0") == {"node1": ""}
+
+
 def test_a_gang_that_loses_a_host_while_it_waits_frees_the_others(queue: Queue, namespaces: Lab) -> None:
     queue.start("night", hosts="node2")
     queue.runs("night")

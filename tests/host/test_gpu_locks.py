@@ -12,6 +12,7 @@ import random
 import shutil
 import signal
 import stat
+import subprocess
 import tempfile
 import time
 import traceback
@@ -217,6 +218,49 @@ def test_a_killed_holder_frees_its_gpus(folder: str) -> None:
     with holder(folder, uid=USERS[0]) as process:
         assert not claim.try_take()
         process.kill()
+        take(claim, 10)
+    claim.release()
+
+
+def test_a_rank_that_has_joined_a_hold_keeps_its_gpus(folder: str) -> None:
+    """The one that has taken them is killed: they are free when the other one is gone, too."""
+
+    def join(say: Say) -> None:
+        assert Claim(1, (0,), "night", folder=folder).join(names(folder)[0])
+        say()
+        time.sleep(LONG)
+
+    claim = Claim(1, (0,), folder=folder)
+    with holder(folder, uid=USERS[0]) as first:
+        (hold,) = names(folder)
+        with Process(USERS[0], join) as second:
+            second.heard()
+            assert [one.run for one in look(folder)] == ["night"], "a run is listed once"
+            first.kill()
+            assert not claim.try_take()
+            assert claim.refusal.startswith(f"in use by {user_name(USERS[0])}'s night (")
+        late = Claim(1, (0,), folder=folder)
+        assert not late.join(hold)
+        late.release()
+    take(claim, 10)
+    claim.release()
+
+
+@pytest.mark.skipif(not hasattr(fcntl, "F_OFD_SETLK"), reason="locks belong to processes")
+def test_a_program_keeps_the_gpus_of_the_process_that_has_started_it(folder: str) -> None:
+    def start(say: Say) -> None:
+        held = take(Claim(1, (0,), "night", folder=folder))
+        program = subprocess.Popen(["sleep", str(LONG)], pass_fds=held.fds)
+        Path(f"{folder}/pid").write_text(str(program.pid))
+        say()
+        time.sleep(LONG)
+
+    claim = Claim(1, (0,), folder=folder)
+    with Process(USERS[0], start) as process:
+        process.heard()
+        process.kill()
+        assert not claim.try_take()
+        os.kill(int(Path(f"{folder}/pid").read_text()), signal.SIGKILL)
         take(claim, 10)
     claim.release()
 

@@ -25,6 +25,7 @@ from benchmarks.map import Map
 from benchmarks.output import Lines
 from benchmarks.ray import Ray
 from benchmarks.reconnect import Reconnect
+from benchmarks.relayed import Relayed
 from benchmarks.result import Result
 from benchmarks.streams import Streams
 from benchmarks.sweep import Queue, Sweep
@@ -50,6 +51,7 @@ ROWS: tuple[Row, ...] = (
     Joblib(),
     Streams(),
     Bulk(),
+    Relayed(),
     Files(),
     Forward(),
     Lines(),

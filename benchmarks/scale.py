@@ -23,6 +23,8 @@ class Scale:
     """MiB of the large tensor."""
     bulk: int = 2
     one_way: int = 2
+    relayed: int = 256
+    """MiB of an object that several hosts get."""
     arrays: tuple[str, ...] = ("torch", "numpy")
     """The library of the tensor: the first of these that is installed."""
     values: int = 20_000
@@ -96,6 +98,7 @@ TASTE = Scale(
     size=8,
     bulk=1,
     one_way=1,
+    relayed=8,
     arrays=("numpy", "torch"),  # importing torch takes longer than all the rest
     values=200,
     lines=2000,

@@ -73,6 +73,8 @@ class Channel:
         """The last number that will not be asked for."""
         self._asked = -1
         """The last number that this end has asked for."""
+        self.received = 0
+        """Bytes, those of items that are not complete included."""
 
     # ---- connecting
 
@@ -308,6 +310,7 @@ class Channel:
             if not size:
                 raise ConnectionError("closed by the other host")
             at += size
+            self.received += size
         return into
 
 

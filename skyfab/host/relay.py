@@ -145,7 +145,7 @@ class HostRelay:
             self._problem = problem
             self._changed.notify_all()
 
-    def chunk(self, number: int, data: memoryview) -> tuple[int, str]:
+    def chunk(self, number: int, data: memoryview) -> tuple[int, str, int]:
         """Takes a chunk from the client, if it is the next one."""
         self._leave_source()
         if number == self._at:
@@ -153,11 +153,14 @@ class HostRelay:
             self._check(number)
         return self.look(0)
 
-    def look(self, seconds: float) -> tuple[int, str]:
-        """The first chunk that it lacks, and why it gets no more; waits until it has all of them, or for a while."""
+    def look(self, seconds: float) -> tuple[int, str, int]:
+        """The first chunk that it lacks, why it gets no more, and how many bytes its source has sent.
+
+        Waits until it has all chunks or gets no more, or for a while.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._problem or self._at == len(self._chunks), seconds)
-            return self._at, self._problem
+            return self._at, self._problem, self._source[0].received if self._source is not None else 0
 
     def commit(self, verify: bool) -> None:
         """All drafts are complete: makes them items of the store. With `verify`, hashes them once more as a whole."""

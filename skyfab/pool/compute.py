@@ -194,7 +194,7 @@ class Compute(ShownAsTable):
         self._devices = Devices(self._nodes.solo_spec, self._images.plugins, self.events, untrusted=untrusted)
         self._actors = Actors(self._scheduler.gpus, self._images.plugins, self.events, untrusted=untrusted)
         self.files = Files(self._nodes.solo_spec, self.events)
-        self.relay = self._broadcasts.relay = Relay(self._nodes.solo_spec, self.events)
+        self.relay = self._broadcasts.relay = self._sync.relay = Relay(self._nodes.solo_spec, self.events)
         self._forwards = Forwards(self.events)
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()
         self._open = self._is_parents = False  # _is_parents is True in a forked child

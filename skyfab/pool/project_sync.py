@@ -12,6 +12,7 @@ from skyfab.calls.project import Project, Tree
 from skyfab.errors import HostLost, UsageError
 from skyfab.pool.futures import refuse_to_block
 from skyfab.pool.node import Node
+from skyfab.pool.relay import Relay
 from skyfab.session.fanout import for_each_host, results_of
 
 
@@ -20,6 +21,7 @@ class ProjectSync:
 
     def __init__(self, project: Project) -> None:
         self._project = project
+        self.relay: Relay | None = None
         self._lock = threading.RLock()  # reentrant: a signal handler may make a call
         self._nodes: Sequence[Node] | None = None  # None while the pool is not open
         self.tree: Tree | None = None
@@ -56,6 +58,8 @@ class ProjectSync:
                 raise UsageError("the pool was closed")
             tree = self._project.tree()  # read again: another thread may have sent a newer one meanwhile
             nodes = [node for node in self._nodes if node.lost is None]
+            if self.relay is not None and len(nodes) > 1:
+                self.relay.send_project(tree, nodes)
             while not all(results_of(for_each_host(functools.partial(_learns, tree), nodes))):
                 tree = self._project.tree(anew=True)  # a file has changed since the tree was read
             with SIGNAL_GUARD:  # a handler may raise, or make a call that syncs a newer tree

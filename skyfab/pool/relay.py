@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from bisect import bisect_left
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Final
 from skyfab._util import schema
 from skyfab._util.certificate import new_certificate
 from skyfab.calls.pack import PackedCall
+from skyfab.calls.project import Tree
 from skyfab.errors import HostUnfit, ProtocolError, SkyfabError, UsageError
 from skyfab.host.channel import endpoints_of
 from skyfab.host.relay import BROKEN, DAMAGED, chunks_of
@@ -29,7 +30,8 @@ from skyfab.pool.files import Answer, Remote
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol.blobs import LARGE, name_of
 from skyfab.protocol.frames import Buffer
-from skyfab.session.fanout import for_each_host, results_of
+from skyfab.protocol.messages import Has, Missing
+from skyfab.session.fanout import Raised, for_each_host, results_of
 from skyfab.ui.events import Events, Notice
 
 Content = Buffer | Path | None
@@ -165,6 +167,25 @@ class Relay:
         else:
             relay(())
 
+    def send_project(self, tree: Tree, nodes: Sequence[Node]) -> None:
+        """Sends large files of the project that several hosts lack. Each of them is then asked what it still lacks."""
+        large = {name: path for name, path in tree.sources.items() if path.is_file() and path.stat().st_size >= LARGE}
+        new = [node for node in nodes if not node.knows(tree)]
+        if not large or len({machine_of(node) for node in new}) < 2:
+            return
+
+        def missing(node: Node) -> Sequence[str]:
+            found = node.session.ask(Has(names=[*large]))
+            return found.names if isinstance(found, Missing) else ()
+
+        asked = zip(new, for_each_host(missing, new), strict=True)
+        found = {node: names for node, names in asked if not isinstance(names, Raised)}
+        lacked = Counter(name for names in found.values() for name in names)
+        items = {name: path for name, path in large.items() if lacked[name] > 1}
+        if sum(path.stat().st_size for path in items.values()) >= _LEAST:
+            with suppress(SkyfabError, OSError):  # each host then says what is wrong
+                self.send(items, [node for node in found if not items.keys().isdisjoint(found[node])], keep=True)
+
 
 class _Items:
     """The items of one relay: names, sizes, chunks and their hashes."""
@@ -240,6 +261,7 @@ class _Host:
         self.at = 0
         """The first chunk that it lacks."""
         self.problem = ""
+        self._received = 0
         self.heard = self.moved = time.monotonic()
         """When it last replied, and when it last had received more."""
         self._marks: deque[tuple[float, int]] = deque()
@@ -263,12 +285,12 @@ class _Host:
 
     def note(self, answer: Any, total: int) -> None:
         """What it says about itself."""
-        at, problem = self.checked(tuple[int, str], answer)
+        at, problem, received = self.checked(tuple[int, str, int], answer)
         if not self.at <= at <= total or problem not in ("", DAMAGED, BROKEN):
             raise ProtocolError("invalid reply of a relay", host=self.name)
         now = time.monotonic()
-        self.moved = now if at > self.at else self.moved
-        self.at, self.problem, self.heard = at, problem, now
+        self.moved = now if (at, received) != (self.at, self._received) else self.moved
+        self.at, self.problem, self._received, self.heard = at, problem, received, now
         self._marks.append((now, at))
         while now - self._marks[1][0] > _PATIENCE:
             self._marks.popleft()
@@ -361,6 +383,8 @@ class _Transfer:
         for source in self._sources(host):
             if source is None or self._connect(host, source):
                 return source
+            if self._items.is_here and {host.name, source.name} in self._relay.apart:
+                return None  # it may reach no other one, and finding that out takes seconds
         raise HostUnfit("no other host sends it what it lacks", host=host.name)
 
     def _sources(self, host: _Host) -> Iterator[_Host | None]:

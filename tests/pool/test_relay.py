@@ -129,3 +129,19 @@ def test_arguments_of_a_broadcast(lab: Lab, pool: sky.Compute) -> None:
     before = left(lab)
     assert digest(ref) @ pool == [digest.fn(data)] * 4
     assert left(lab) - before < 100_000
+
+
+def test_large_files_of_a_project(
+    lab: Lab, hosts_of: Callable[..., list[sky.Host]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    data = os.urandom(8 * MIB)
+    (tmp_path / "weights.bin").write_bytes(data)
+    with sky.Compute(hosts_of("openssh", 4), image=sky.Image(includes=["weights.bin"]), ui="none") as pool:
+        before = left(lab)
+        assert sky.function(file_digest)("weights.bin") @ pool == [digest.fn(data)] * 4
+        assert left(lab) - before < 1.1 * len(data) + 3_000_000
+
+
+def file_digest(path: str) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()

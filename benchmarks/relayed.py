@@ -1,0 +1,58 @@
+"""Benchmark: content for several hosts: how often it leaves this machine, and the time it takes against one host."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from benchmarks.arena import Arena
+from benchmarks.remote import swallow
+from benchmarks.result import Bar, Result, Skip
+from benchmarks.sample import Sample, alternate
+from skyfab.inventory.host import Host
+
+_MANY = 16
+
+
+class Relayed:
+    name = "relay"
+    about = "an object of 256 MiB as argument of @: bytes that leave for 4 hosts; 16 hosts at 100 Mbit/s against one"
+
+    def run(self, arena: Arena) -> Iterator[Result]:
+        if arena.lab.kind != "namespace":
+            raise Skip("links of this lab cannot be measured")
+        size = arena.scale.relayed << 20
+        counter = Path(f"/sys/class/net/{arena.first_machine.network.bridge}/statistics/tx_bytes")
+        before = int(counter.read_text())
+        _seconds(arena, arena.hosts, size)
+        yield Result(
+            row=self.name,
+            what=f"{arena.scale.relayed} MiB to {len(arena.hosts)} hosts, bytes that leave",
+            unit="MB",
+            ours=Sample.of((int(counter.read_text()) - before) / 1e6),
+            baseline=Sample.of(size / 1e6),
+            against="its size",
+            bar=Bar(1.1),
+        )
+        crowd = arena.crowd()
+        machines, many = crowd.lab.hosts[:_MANY], crowd.hosts[:_MANY]
+        for machine in machines:
+            machine.slow(100)
+        try:
+            ours, one = alternate(1, lambda: _seconds(crowd, many, size), lambda: _seconds(crowd, many[:1], size))
+        finally:
+            for machine in machines:
+                machine.slow(None)
+        what = f"{arena.scale.relayed} MiB to {len(many)} hosts at 100 Mbit/s"
+        yield Result(row=self.name, what=what, unit="s", ours=ours, baseline=one, against="one host", bar=Bar(1.15))
+
+
+def _seconds(arena: Arena, hosts: Sequence[Host], size: int) -> float:
+    with arena.pool(*hosts) as compute:
+        swallow(0) @ compute
+        content = compute.put(os.urandom(size))
+        began = time.perf_counter()
+        swallow(content) @ compute
+        return time.perf_counter() - began

@@ -110,13 +110,19 @@ def check() -> None:
 @command
 def bench(
     only: Annotated[str | None, Option("names of benchmarks, separated by commas", "NAMES")] = None,
+    peers: Annotated[
+        bool, Option("what users would take instead, job by job (ssh, rsync, fabric, execnet, Dask, Ray …): 10 minutes")
+    ] = False,
+    json: Annotated[str | None, Option("write the results there too", "FILE")] = None,
     chart: Annotated[str | None, Option("draw a chart of the results, and write them to FILE.json", "FILE.svg")] = None,
 ) -> None:
     """Measure against raw ssh, execnet and torchrunx on the lab, and print the ratios: 12 minutes on two cores."""
     programs.require()
-    programs.install({name: name for name in ("debootstrap", "podman", "runc")})
-    options = [*(["--only", only] if only else []), *(["--chart", str(Path(chart).resolve())] if chart else [])]
-    finish(run(sys.executable, "-m", "benchmarks", *options))
+    programs.install({name: name for name in (("rsync",) if peers else ("debootstrap", "podman", "runc"))})
+    options = ["--only", only] if only else []
+    for option, path in (("--json", json), ("--chart", chart)):
+        options += [option, str(Path(path).resolve())] if path else []
+    finish(run(sys.executable, "-m", "benchmarks.peers" if peers else "benchmarks", *options))
 
 
 @command

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,10 +29,10 @@ class Arena:
 
     @classmethod
     @contextmanager
-    def open(cls, scale: Scale, *, hosts: int = 4) -> Iterator[Arena]:
-        """Starts a lab of its own."""
+    def open(cls, scale: Scale, *, hosts: int = 4, lend: Sequence[str] = ()) -> Iterator[Arena]:
+        """Starts a lab of its own. `lend` has folders of this machine that its hosts need."""
         default = {"KexAlgorithms": "+curve25519-sha256"}  # ssh's own choice: a lab leaves the slow one out
-        with Lab.start(count=hosts, python=sys.executable, sshd=default) as lab, ExitStack() as stack:
+        with Lab.start(count=hosts, python=sys.executable, sshd=default, lend=lend) as lab, ExitStack() as stack:
             yield replace(cls.on(lab, scale), stack=stack)
 
     @classmethod

@@ -23,8 +23,8 @@ from skyfab.protocol.blobs import check_name, name_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-DAMAGED, BROKEN = "damaged", "broken"
-"""Why a host gets no more chunks: the last one does not have its hash; the connection has ended."""
+DAMAGED, BROKEN, ENDED = "damaged", "broken", "ended"
+"""Why a host gets no more chunks: the last one does not have its hash; the connection has ended; the relay has."""
 HASH: Final = 32
 """Bytes of a chunk's hash."""
 _MIB: Final = 1 << 20
@@ -190,11 +190,14 @@ class HostRelay:
         """Waits for a chunk that another host asks for."""
         view = self._view(number)
         with self._changed:
-            self._changed.wait_for(lambda: number < self._at)
+            self._changed.wait_for(lambda: number < self._at or self._problem == ENDED)
+        if number >= self._at:
+            raise ConnectionError("closed")
         return view
 
     def close(self) -> None:
-        """Deletes the drafts that are left."""
+        """Deletes the drafts that are left, and ends all that wait."""
+        self._stop(ENDED)
         for draft in self.drafts.values():
             with contextlib.suppress(OSError):
                 os.unlink(draft)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 _UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
@@ -46,6 +48,16 @@ def seconds_of(text: str) -> int | None:
     number, unit = text[:-1], text[-1:]
     is_number = number.isascii() and number.isdigit() and len(number) < 10
     return int(number) * _SECONDS[unit] if is_number and unit in _SECONDS else None
+
+
+def rate_of(text: str) -> float | None:
+    """How many bytes per second a text means; None if it is not a rate.
+
+    >>> rate_of("20MB/s"), rate_of("0.5GB/s"), rate_of("20Mbit")
+    (20000000.0, 500000000.0, None)
+    """
+    found = re.fullmatch(r"([0-9]{1,6}(?:\.[0-9]{1,3})?)(GB|MB|kB)/s", text)
+    return float(found[1]) * dict(_UNITS)[found[2]] if found else None
 
 
 def _unit(size: int) -> tuple[str, float]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from skyfab._util.atomic import write
 from skyfab._util.cache import cache_folder
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from skyfab.inventory.host import Host
     from skyfab.inventory.inventory import Inventory
     from skyfab.pool.compute import Compute
+    from skyfab.pool.mirror import Mirror
 
 
 @command
@@ -78,8 +79,12 @@ def get(
 
     if run:
         found = attach(run, hosts, inventory=inventory, results="data")
+        with mirrored(found) as is_mirrored:
+            pass
         path = path or sorted({path for part in found.parts for one in part.files for path in one.paths})
         known, chosen, silent = found.inventory, tuple(found.in_workdirs()), found.silent
+        if is_mirrored and not path:
+            return 3 if silent else 0
         if not path or not chosen:
             why = "wrote no files on its hosts" if found.has_ended else "lists no files before it has ended"
             why = why if chosen else "has no folder on other machines"
@@ -110,25 +115,77 @@ def _fetch(inventory: Inventory, hosts: Sequence[Host], paths: Sequence[str], to
         return 3
 
 
-def remember(run: Run, patterns: Sequence[str]) -> None:
-    """Notes on this machine what `fetch_remembered` fetches: a host must not choose what is written where."""
-    write(_note_of(run), json.dumps({"patterns": list(patterns), "to": str(Path.cwd())}))
+def remember(run: Run, patterns: Sequence[str], mirror: Sequence[str], limit: str | None) -> None:
+    """Notes on this machine what is fetched, and to where: a host must not choose what is written where."""
+    noted = {"patterns": list(patterns), "to": str(Path.cwd()), "mirror": list(mirror), "limit": limit}
+    write(_note_of(run), json.dumps(noted))
 
 
 def fetch_remembered(run: Run) -> bool:
     """Fetches what `run --detach --get` has named, to the folder where that was typed. Prints an error.
 
-    Returns whether something was named.
+    Returns whether something was named, also with --mirror.
     """
-    hosts = run.in_workdirs()
-    if not hosts or not _note_of(run).exists():
+    hosts, noted = run.in_workdirs(), _noted(run)
+    if not hosts or not noted:
         return False
-    noted = json.loads(_note_of(run).read_text())
     try:
-        _fetch(run.inventory, hosts, noted["patterns"], noted["to"])
+        if noted["patterns"]:
+            _fetch(run.inventory, hosts, noted["patterns"], noted["to"])
     except SkyfabError as error:
-        print(f"not fetched: {report.text(error).removeprefix('error: ')}", file=sys.stderr)
+        tell_not_fetched(error)
     return True
+
+
+@contextmanager
+def mirrored(run: Run) -> Iterator[bool]:
+    """During the block, what `run --detach --mirror` has named comes to the folder where that was typed.
+
+    Yields whether something was named. Prints errors.
+    """
+    hosts, noted = run.in_workdirs(), _noted(run)
+    is_named = bool(hosts and noted.get("mirror"))
+    mirrors: list[Mirror] = []
+    with ExitStack() as opened:
+        try:
+            if is_named:
+                compute = opened.enter_context(_pool(run.inventory, hosts))
+                mirrors = start_mirrors(compute, noted["mirror"], noted["limit"], Path(noted["to"]))
+        except SkyfabError as error:
+            tell_not_fetched(error)
+        for mirror in mirrors:
+            opened.callback(mirror.leave)  # after Ctrl-C
+        yield is_named
+        stop_mirrors(mirrors)
+
+
+def start_mirrors(compute: Compute, named: Sequence[str], limit: str | None, base: Path) -> list[Mirror]:
+    """Starts what the values of --mirror mean: one mirror for each folder on this machine."""
+    paths: dict[Path, list[str]] = {}
+    for word in named:
+        path, _, folder = word.partition(":")
+        paths.setdefault(base / Path(folder).expanduser(), []).append(path)
+    return [compute.mirror(some, to=folder, on="all", limit=limit) for folder, some in paths.items()]
+
+
+def stop_mirrors(mirrors: Sequence[Mirror]) -> None:
+    """Has them look for a last time, and prints what has come."""
+    for mirror in mirrors:
+        mirror.close()
+        for one in mirror.reports:
+            if one.sent:
+                print(one, file=sys.stderr)
+
+
+def tell_not_fetched(error: Exception) -> None:
+    print(f"not fetched: {report.text(error).removeprefix('error: ')}", file=sys.stderr)
+
+
+def _noted(run: Run) -> dict[str, Any]:
+    """What `remember` has noted; empty if it has not."""
+    path = _note_of(run)
+    noted: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return noted
 
 
 def _note_of(run: Run) -> Path:
@@ -148,7 +205,7 @@ def _pool(inventory: Inventory, hosts: Sequence[Host]) -> Iterator[Compute]:
                 node.owner = ""  # it is the project's folder also while a run uses that
             yield compute
     except OSError as error:
-        if isinstance(error, SkyfabError):
+        if isinstance(error, (SkyfabError, BrokenPipeError)):
             raise
         raise SkyfabError(words(error)) from error
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final, Literal
 
 from skyfab._util.hints import HINTS
+from skyfab._util.sizes import rate_of
 from skyfab.cli.command import COMMAND, Detach, Option, Ranks, command
 from skyfab.cli.gpu_options import GpuOptions
 from skyfab.cli.script_options import ScriptOptions
@@ -20,6 +21,7 @@ from skyfab.errors import BroadcastError, SkyfabError, UsageError
 
 if TYPE_CHECKING:
     from skyfab.pool.compute import Compute
+    from skyfab.pool.mirror import Mirror
 
 _ENDS: Final = 15.0
 """Seconds in which ranks that were stopped should have ended."""
@@ -42,6 +44,11 @@ def run(
         ),
     ] = False,
     get: Annotated[Sequence[str], Option("fetch these files when the run has ended; repeatable", "PATTERN")] = (),
+    mirror: Annotated[
+        Sequence[str],
+        Option("fetch what appears in this folder during the run, into FOLDER; repeatable", "PATH[:FOLDER]"),
+    ] = (),
+    limit: Annotated[str | None, Option("use at most this many bytes per second for --mirror: 20MB/s", "RATE")] = None,
     detach: Detach = False,
     name: Annotated[str | None, Option("a name for the detached run", "NAME")] = None,
     with_plugin: Annotated[Sequence[str], Option("a plugin such as torch, jax or joblib; repeatable", "PLUGIN")] = (),
@@ -51,7 +58,8 @@ def run(
     Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on: scripts written for torchrun need no change. Sends the
     modules that the script imports; --sync sends data too. Files that the script writes stay on the hosts, in the
     working folder (--workdir=temp: a temporary folder). --get fetches them, even after a failure or Ctrl-C;
-    files that several hosts have, into a folder for each host. Without --get, prints the command to fetch them. Without
+    files that several hosts have, into a folder for each host. --mirror fetches them during the run; if it is
+    detached, skyfab attach, logs and get --run do. Without both, prints the command to fetch them. Without
     hosts and inventory, two ranks run on this machine, in the current folder. Exits with 1 if a rank fails.
 
     Installs the packages that the options name; otherwise those of the script's PEP 723 block, of pyproject.toml with
@@ -68,6 +76,7 @@ def run(
 
         skyfab run --hosts=node1,node2 train.py --epochs 3
         skyfab run --hosts=node1 --sync --get='ckpt/*' train.py
+        skyfab run --hosts=node1 --mirror=ckpt:results --limit=20MB/s train.py
         skyfab run --hosts=gpu --pip=torch,numpy --env=HF_TOKEN train.py
         skyfab run --hosts=gpu --ranks=2 experiment.py:main
         skyfab run --hosts=gpu -m package.train --epochs 3
@@ -81,7 +90,7 @@ def run(
     from skyfab.cli.detach import broadcast, tell_how_to_attach
     from skyfab.cli.interpreter import hand_over
     from skyfab.cli.project_settings import ProjectSettings
-    from skyfab.cli.put import remember
+    from skyfab.cli.put import remember, start_mirrors
     from skyfab.cli.run_environment import plugins_of
     from skyfab.detached.run import Run
     from skyfab.host.command import execute
@@ -89,6 +98,8 @@ def run(
     from skyfab.pool.workdir import last_run
 
     script, function = parsed(target, arguments, options.hosts)
+    if limit and not (mirror and rate_of(limit)):
+        raise UsageError(f"invalid --limit={limit}: expected --mirror, and a rate such as 20MB/s")
     label = shlex.join(arguments) if target == COMMAND else target.replace("-m ", "python -m ")
     if not options.no_project:
         hand_over(script)
@@ -108,17 +119,21 @@ def run(
         call = started(words, folder) if target == COMMAND else started(named, function, words, folder)
         if claim.claims:
             call = claim.supervised(call, compute, name or label)
+        mirrors = [] if detach else start_mirrors(compute, mirror, limit, Path())
         try:
             run = compute.launch(call, name=name) if detach else broadcast(compute, call, name=name or label)
         except (BroadcastError, KeyboardInterrupt) as error:
-            _save(compute, get, error)
+            _save(compute, get, mirrors, error)
             raise
         if not isinstance(run, Run):
-            _bring_back(compute, get)
+            _bring_back(compute, get, mirrors)
     if isinstance(run, Run):
-        if get:
-            remember(run, get)
+        if get or mirror:
+            remember(run, get, mirror, limit)
         tell_how_to_attach(run, name, get, options.container)
+        if mirror:
+            text = f"skyfab attach, logs and get --run fetch what is new in {', '.join(mirror)}"
+            print(HINTS.adapted(text), file=sys.stderr)
 
 
 def _note_options(script: Path, arguments: Sequence[str]) -> None:
@@ -139,21 +154,27 @@ def lay_out(compute: Compute, folder: Path, *, ignored: bool = False) -> str:
     return name
 
 
-def _save(compute: Compute, patterns: Sequence[str], error: BaseException) -> None:
+def _save(compute: Compute, patterns: Sequence[str], mirrors: Sequence[Mirror], error: BaseException) -> None:
     """Fetches files of a run that failed or was interrupted, which stays the command's error. Ctrl-C ends it."""
-    from skyfab.cli import report
+    from skyfab.cli.put import tell_not_fetched
 
-    if patterns and isinstance(error, KeyboardInterrupt):
-        print("interrupted: stopping, then fetching files; Ctrl-C again to skip fetching", file=sys.stderr)
-        compute.wait_for_ranks(_ENDS)
     try:
-        _bring_back(compute, patterns)
+        if (patterns or mirrors) and isinstance(error, KeyboardInterrupt):
+            print("interrupted: stopping, then fetching files; Ctrl-C again to skip fetching", file=sys.stderr)
+            compute.wait_for_ranks(_ENDS)
+        _bring_back(compute, patterns, mirrors)
     except (SkyfabError, OSError) as trouble:
-        print(f"not fetched: {report.text(trouble).removeprefix('error: ')}", file=sys.stderr)  # the cause follows
+        tell_not_fetched(trouble)  # the cause follows
+    finally:
+        for mirror in mirrors:
+            mirror.leave()
 
 
-def _bring_back(compute: Compute, patterns: Sequence[str]) -> None:
+def _bring_back(compute: Compute, patterns: Sequence[str], mirrors: Sequence[Mirror]) -> None:
     """Fetches files that the run has written."""
+    from skyfab.cli.put import stop_mirrors
+
+    stop_mirrors(mirrors)
     if patterns and not all(node.workdir.callers for node in compute.hosts):
         for report in compute.download(patterns):
             if report.entries:  # hosts without any are reported already

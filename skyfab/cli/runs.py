@@ -14,7 +14,7 @@ from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted, seconds_of
 from skyfab.cli import report
 from skyfab.cli.command import RUN, Hosts, InventoryFile, Json, Option, RunHosts, RunName, command
-from skyfab.cli.put import fetch_remembered
+from skyfab.cli.put import fetch_remembered, mirrored
 from skyfab.errors import HostError, PoolError, SkyfabError, UsageError
 from skyfab.ui.terminal import clean, clean_lines, settled
 
@@ -164,7 +164,7 @@ def logs(
 
     begin = _age(since)
     try:
-        with attached(id_, hosts, inventory=inventory, soon=True) as found:
+        with attached(id_, hosts, inventory=inventory, soon=True) as found, mirrored(found):
             _print(found, timestamps=timestamps, follow=follow, rank=rank, tail=tail, since=begin)
     except KeyboardInterrupt:
         if not follow:
@@ -207,7 +207,8 @@ def attach(
             name = clean(f"{found.name} ({found.id[:8]}), running on {', '.join(found.hosts)}", colour=False)
             print(f"following {name}; Ctrl-C leaves it running", file=sys.stderr)
         try:
-            _print(found, timestamps=timestamps, follow=True, tail=tail, since=begin)
+            with mirrored(found):
+                _print(found, timestamps=timestamps, follow=True, tail=tail, since=begin)
         except (HostError, PoolError) as error:
             if not found.silent:
                 raise

@@ -37,6 +37,8 @@ class Source:
     def __init__(self, found: Iterable[tuple[Entry, bytes]], skipped: list[Skip]) -> None:
         self._found = iter(found)
         self._skipped = skipped
+        self.is_same: Callable[[bytes], bool] = lambda path: True
+        """Asked after a file was opened or read: one that is not the same anymore counts as removed."""
         self._held: tuple[int, int, tuple[int, int]] | None = None
         """The large file that is being sent: its number, a descriptor, and its size and time when it was opened."""
         self.paths: list[bytes] = []
@@ -82,10 +84,13 @@ class Source:
         self.close()
         try:
             fd = os.open(self.paths[number], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._held = (number, fd, _state(fd))
+            if self.is_same(self.paths[number]):
+                return self._held[2]
+            self.close()
         except (FileNotFoundError, PermissionError):
-            return GONE, 0
-        self._held = (number, fd, _state(fd))
-        return self._held[2]
+            pass
+        return GONE, 0
 
     def digest_held(self, size: int) -> str:
         """As `digest`, of the file that is being sent."""
@@ -141,6 +146,8 @@ class Source:
             if not stat.S_ISREG(about.st_mode):  # replaced since it was listed
                 raise FileNotFoundError
             yield fd, about
+            if not self.is_same(self.paths[number]):
+                raise FileNotFoundError
 
 
 def _state(fd: int) -> tuple[int, int]:

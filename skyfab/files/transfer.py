@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import groupby, zip_longest
 from typing import Any, Final, Protocol
 
 from skyfab._util import schema
@@ -29,6 +29,7 @@ _SHAPES: Final[Mapping[str, Any]] = {
     "receive": tuple[str, str, int],
     "send": str,
     "compiled": str,
+    "news": tuple[int, int],
     "rows": tuple[list[list[Any]], list[tuple[str, str]]],  # the target checks each row
     "digest": str,
     "hold": str,
@@ -126,15 +127,21 @@ class Report:
 
 Progress = Callable[[int, int], None]
 """Called with the bytes that were moved so far, and with those of all files that are moved."""
+CHANGED: Final = "removed, changed or not readable"
 
 
 class Transfer:
     """One transfer, from `source` to `target`."""
 
-    def __init__(self, source: Side, target: Side, progress: Progress) -> None:
+    def __init__(
+        self, source: Side, target: Side, progress: Progress, pace: Callable[[int], object] | None = None
+    ) -> None:
+        """`pace` is called before bytes are requested, and may wait; files then keep the source's order."""
         self._source = source
         self._target = target
         self._progress = progress
+        self._in_order, self._pace = pace is not None, pace or int
+        self._ahead = 4 if pace else _AHEAD  # what is not written yet when it is interrupted is sent again
         self.report = Report()
         self._rows: list[Any] = []
         self._reading: deque[tuple[str, tuple[Any, ...], Reply]] = deque()
@@ -149,14 +156,22 @@ class Transfer:
         self._total = sum(self._size(number) for number, _ in wanted)
         fits(sum(self._size(number) - there for number, there in wanted))
         self._progress(0, self._total)
-        self._send_small([number for number, _ in wanted if self._size(number) <= SMALL])
-        self._send_large([number for number, _ in wanted if self._size(number) > SMALL])
+        numbers = [number for number, _ in wanted]
+        if not self._in_order:
+            numbers.sort(key=self._is_large)
+        for is_large, some in groupby(numbers, self._is_large):
+            (self._send_large if is_large else self._send_small)(list(some))
+        while self._writing:
+            self._wait_for_writing(0)
         self._target.ask("finish").result()
         self._progress(self._total, self._total)
 
     def _size(self, number: int) -> int:
         size: int = self._rows[number][2]
         return size
+
+    def _is_large(self, number: int) -> bool:
+        return self._size(number) > SMALL
 
     # ---- what is needed
 
@@ -231,9 +246,7 @@ class Transfer:
                 self.report.sent += 1
             else:
                 self._target.ask("discard", number).result()
-                self.report.note(self._rows[number][0], "removed, changed or not readable")
-        while self._writing:
-            self._wait_for_writing(0)
+                self.report.note(self._rows[number][0], CHANGED)
 
     def _resumed(self, number: int, size: int, digest: str) -> int:
         """Where to resume: after what an earlier transfer has left, if that is the beginning of the file."""
@@ -260,6 +273,7 @@ class Transfer:
         last = at + (size - at - 1) // PIECE * PIECE if at < size else size  # nothing may be missing but its name
         for place in range(at, last, PIECE):
             self._read("piece", number, place, PIECE)
+        self._pace(size - last)
         reply = self._source.ask("piece", number, last, size - last)
         self._pass_all_on()
         is_changed, data = check("piece", reply.result())
@@ -273,8 +287,9 @@ class Transfer:
         return True
 
     def _read(self, request: str, *arguments: Any) -> None:
+        self._pace(sum(map(self._size, arguments[0])) if request == "pack" else PIECE)
         self._reading.append((request, arguments, self._source.ask(request, *arguments)))
-        if len(self._reading) > _AHEAD:
+        if len(self._reading) > self._ahead:
             self._pass_on()
 
     def _pass_all_on(self) -> None:
@@ -297,7 +312,7 @@ class Transfer:
             raise ProtocolError("files that were not requested")
         for number, size, _ in found:
             if size == GONE:
-                self.report.note(self._rows[number][0], "removed, changed or not readable")
+                self.report.note(self._rows[number][0], CHANGED)
                 self._advance(self._size(number))
             else:
                 self.report.sent += 1

@@ -79,6 +79,7 @@ if TYPE_CHECKING:
     from skyfab.device.stream import DeviceStream
     from skyfab.engines.executor import PoolExecutor
     from skyfab.engines.ray import RayCluster
+    from skyfab.pool.mirror import Mirror
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -196,6 +197,7 @@ class Compute(ShownAsTable):
         self.files = Files(self._nodes.solo_spec, self.events)
         self.relay = self._broadcasts.relay = self._sync.relay = Relay(self._nodes.solo_spec, self.events)
         self._forwards = Forwards(self.events)
+        self._mirrors: list[Mirror] = []
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()
         self._open = self._is_parents = False  # _is_parents is True in a forked child
 
@@ -294,6 +296,8 @@ class Compute(ShownAsTable):
             return
         with self._closing:
             try:
+                for mirror in self._mirrors:
+                    mirror.close()
                 self._around.close()
                 tell_files(self.hosts, self.inventory, self.events)
                 self._nodes.recovery.close()
@@ -486,6 +490,8 @@ class Compute(ShownAsTable):
         nodes = running.gang.nodes
         detacher = Detacher(nodes, [*map(self._broadcasts.ranks_on, nodes)], label=running.call.label, name=name)
         self._forwards.close()
+        for mirror in self._mirrors:
+            mirror.leave()
         self._scheduler.fail_all()  # only this broadcast continues; queued calls would count as part of the run
         self._broadcasts.close()
         detacher.take_over(running)
@@ -645,6 +651,21 @@ class Compute(ShownAsTable):
         """
         paths = [path] if isinstance(path, (str, os.PathLike)) else path
         return self.files.download(paths, to, self._chosen(on), apart=on == "all" and len(self.hosts) > 1)
+
+    def mirror(
+        self, path: AnyPath | Sequence[AnyPath], *, to: AnyPath = ".", on: str = "head", limit: str | None = None
+    ) -> Mirror:
+        """Has what appears in `path` on hosts come into `to` while they work: whole files, the newest first.
+
+        `path`, `to` and `on` are as in `download`, but each of several hosts has a folder in `to`. `limit` is in bytes
+        per second, such as ``"20MB/s"``. Ends with a last look at the end of its ``with`` block or of the pool, or when
+        it is stopped (docs/files.md). Raises UsageError if another mirror writes to the folder.
+        """
+        from skyfab.pool.mirror import Mirror
+
+        paths = [path] if isinstance(path, (str, os.PathLike)) else path
+        self._mirrors.append(Mirror(paths, to, limit, self._chosen(on), self._nodes.solo_spec, self.events))
+        return self._mirrors[-1]
 
     def _chosen(self, on: str) -> Sequence[Node]:
         self._check_open()

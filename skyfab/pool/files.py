@@ -120,7 +120,7 @@ class Files:
                 entries = [(_renamed(entry, name(called)), path) for entry, path in found] if is_file else found
                 with closing(Source(entries, own)) as source:
                     transfer = self._transfer(node, "sending files", Here(source), remote)
-                    transfer.run(functools.partial(_fits, room, node.name))
+                    transfer.run(functools.partial(fits, room, node.name))
                 return transfer.report
 
         return self._on_each(send, nodes)
@@ -160,7 +160,7 @@ class Files:
                 source.stopped = stopped
                 with closing(Target(os.fsencode(folder), expects=expected(patterns), place_of=place_of)) as target:
                     transfer = self._transfer(node, "fetching files", source, Here(target))
-                    transfer.run(functools.partial(_fits, target.room, ""))
+                    transfer.run(functools.partial(fits, target.room, ""))
                 transfer.report.folder = _typed(folder / node.name if is_inner else folder)
                 with suppress(SkyfabError):  # it is reported as written then
                     source.ask("fetched", patterns).result()
@@ -353,7 +353,7 @@ def _unfit(number: int, text: str, host: str, full: str = _FULL_HINT) -> HostUnf
     return HostUnfit(text, host=host, hint=hint)
 
 
-def _fits(room: int, host: str, size: int) -> None:
+def fits(room: int, host: str, size: int) -> None:
     """Raises HostUnfit, or OSError for this machine, if this many bytes do not fit."""
     if size <= room:
         return

@@ -246,7 +246,7 @@ def test_a_full_disk(namespaces: Lab, breakable: Lab, here: Path, monkeypatch: p
         host.run(["rm", "/small/large"])
         host.run(["sh", "-c", "cat /dev/zero >/small/fill"], check=False)
         with monkeypatch.context() as patched:
-            patched.setattr("skyfab.pool.files._fits", lambda *_: None)  # it was filled after the look
+            patched.setattr("skyfab.pool.files.fits", lambda *_: None)  # it was filled after the look
             with pytest.raises(HostUnfit, match="No space left") as caught:
                 pool.upload("large", to="/small/large")
         assert "free some space" in (caught.value.hint or "")

@@ -20,11 +20,15 @@ from skyfab.protocol.codec import Payload
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import Any
+
+    from skyfab.files.entries import Entry
+    from skyfab.host.mirror import News
 
 _side: Any = None
 """Of this process, a source, a target or a relay: a transfer has a worker of its own."""
+_mirror: News | None = None
 
 
 def serve(request: str, *arguments: Any) -> Payload:
@@ -69,13 +73,27 @@ def _send(patterns: Sequence[bytes]) -> str:
     """
     global _side
     skipped: list[Any] = []
-    folder = os.getcwd()
-    found, since = matching(patterns, skipped), copied_at(folder)
-    if since:
-        named = {os.path.normpath(pattern) for pattern in patterns}
-        found = (pair for pair in found if pair[0].kind is not FILE or pair[0].path in named or _is_own(pair[1], since))
-    _side = Source(found, skipped)
-    return folder
+    _side = Source(_listed(patterns, skipped), skipped)
+    return os.getcwd()
+
+
+def _listed(patterns: Sequence[bytes], skipped: list[Any]) -> Iterator[tuple[Entry, bytes]]:
+    found, since = matching(patterns, skipped), copied_at(os.getcwd())
+    if not since:
+        return found
+    named = {os.path.normpath(pattern) for pattern in patterns}
+    return (pair for pair in found if pair[0].kind is not FILE or pair[0].path in named or _is_own(pair[1], since))
+
+
+def _news(patterns: Sequence[bytes], last: bool) -> tuple[int, int]:
+    """Opens the source of what is next for a mirror: how many entries it has, and how many files are changing."""
+    from skyfab.host.mirror import News
+
+    global _side, _mirror
+    _mirror = _mirror or News()
+    skipped: list[Any] = []
+    _side, count, changing = _mirror.look(_listed(patterns, skipped), skipped, last=last)
+    return count, changing
 
 
 def _is_own(path: bytes, since: float) -> bool:
@@ -88,7 +106,8 @@ def _is_own(path: bytes, since: float) -> bool:
 def _fetched(patterns: Sequence[bytes]) -> None:
     """What these patterns mean has been fetched."""
     assert isinstance(_side, Source)
-    note_fetched(f"fetched.{zlib.crc32(b'/'.join(patterns))}", _side.paths, os.path.dirname(own_folder()))
+    paths = _side.paths if _mirror is None else _mirror.take()
+    note_fetched(f"fetched.{zlib.crc32(b'/'.join(patterns))}", paths, os.path.dirname(own_folder()))
 
 
 def _open(*about: Any) -> list[int]:
@@ -117,10 +136,11 @@ def _compiled(way: str) -> str:
     return os.path.basename(folder).decode()
 
 
-_OPENING = ("receive", "send", "open", "measure", "compiled")
+_OPENING = ("receive", "send", "news", "open", "measure", "compiled")
 _REQUESTS: dict[str, Any] = {
     "receive": _receive,
     "send": _send,
+    "news": _news,
     "fetched": _fetched,
     "open": _open,
     "measure": _measure,

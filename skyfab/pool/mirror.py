@@ -1,0 +1,188 @@
+"""`Mirror`: what appears in a folder of hosts comes to this machine while they work (`Compute.mirror`)."""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Final
+
+from skyfab._util.sizes import counted, rate_of
+from skyfab.errors import ProtocolError, SkyfabError, UsageError
+from skyfab.files.entries import words
+from skyfab.files.source import expected
+from skyfab.files.target import Target
+from skyfab.files.transfer import CHANGED, Here, Report, Transfer, check
+from skyfab.pool.files import AnyPath, Remote, fits
+from skyfab.pool.node import Node, WorkerSpec
+from skyfab.session.fanout import one_error
+from skyfab.ui.events import Events, Notice
+
+_PACE: Final = 1.0
+"""Seconds between two looks at a folder; 20 times as long as a look takes, but at most `_LONGEST`."""
+_LONGEST: Final = 20.0
+_RETRY: Final = 5.0
+"""Seconds after an error."""
+_MOMENT: Final = 0.5
+_LOOKS: Final = 5
+"""Seconds between the last looks, and how many of them wait for files that are changing."""
+_SHOWN: Final = 20
+"""Paths that are left out and shown."""
+
+
+class Mirror:
+    """Takes new files of hosts to this machine until it is stopped; also a context manager."""
+
+    def __init__(
+        self,
+        paths: Sequence[AnyPath],
+        to: AnyPath,
+        limit: str | None,
+        nodes: Sequence[Node],
+        spec_of: Callable[[Node, str], WorkerSpec],
+        events: Events,
+    ) -> None:
+        """Of several hosts, each has a folder in `to`. Raises UsageError if another mirror writes there."""
+        rate = float("inf") if limit is None else rate_of(limit)
+        if not rate:
+            raise UsageError(f"invalid limit: {limit!r:.40}", hint="expected bytes per second, such as 20MB/s")
+        self._rate = rate
+        self._free = 0.0
+        """When the bytes that were requested are due."""
+        self._lock = threading.Lock()
+        self._patterns = [os.fsencode(path) for path in paths]
+        self._spec_of = spec_of
+        self._events = events
+        self._ending, self._stopped = threading.Event(), threading.Event()
+        """Set when the last look is due, and when nothing more is requested."""
+        self._errors: list[Exception] = []
+        there = [node for node in nodes if not node.workdir.callers]  # where it is not this folder itself
+        folders = [Path(to).expanduser() / (node.name if len(nodes) > 1 else "") for node in there]
+        with ExitStack() as locks:
+            for folder in folders:
+                locks.callback(os.close, _locked(folder))
+            self._locks = locks.pop_all()
+        self.reports = [Report(node.name, folder=str(folder)) for node, folder in zip(there, folders, strict=True)]
+        """What has come so far, for each host."""
+        each = zip(there, map(Path.absolute, folders), self.reports, strict=True)
+        self._threads = [
+            threading.Thread(target=self._run, args=one, name="skyfab-mirror", daemon=True) for one in each
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def __enter__(self) -> Mirror:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.close() if kind else self.stop()
+
+    def stop(self) -> list[Report]:
+        """As `close`; returns what has come. Raises what failed at the end."""
+        self.close()
+        if self._errors:
+            raise one_error(self._errors, len(self.reports))
+        return self.reports
+
+    def close(self) -> None:
+        """Takes what is new for a last time. Ctrl-C ends it."""
+        self._ending.set()
+        try:
+            for thread in () if self._stopped.is_set() else self._threads:
+                thread.join()
+        finally:
+            self.leave()
+
+    def leave(self) -> None:
+        """Ends it without a last look. The next mirror or transfer resumes what is incomplete."""
+        self._stopped.set()
+        self._ending.set()
+        for thread in self._threads:
+            thread.join(_MOMENT)  # not longer: it may wait for a host that does not respond
+        self._locks.close()
+
+    # ---- one host, on its own thread
+
+    def _run(self, node: Node, folder: Path, report: Report) -> None:
+        said: object = None
+        while True:
+            is_last = self._ending.is_set()
+            try:
+                with closing(Remote(node, self._spec_of(node, ""), claims=True)) as remote:
+                    remote.stopped = self._stopped
+                    self._follow(remote, folder, report)
+                return
+            except (SkyfabError, OSError) as error:
+                if self._stopped.is_set():
+                    return
+                this = (type(error), report.sent)
+                if this != said:
+                    text = error.message if isinstance(error, SkyfabError) else words(error)
+                    self._events.emit(Notice(host=node.name, text=f"not mirrored: {text}"))
+                said = this
+                if is_last or isinstance(error, ProtocolError):  # a hostile host is not asked again
+                    self._errors.append(error)
+                    return
+            self._ending.wait(_RETRY)
+
+    def _follow(self, remote: Remote, folder: Path, report: Report) -> None:
+        looks = _LOOKS
+        while looks:
+            is_last, began = self._ending.is_set(), time.monotonic()
+            count, changing = check("news", remote.ask("news", self._patterns, is_last).result())
+            if count:
+                self._take(remote, folder, report)
+            elif not is_last:
+                self._ending.wait(min(max(_PACE, 20 * (time.monotonic() - began)), _LONGEST))
+            elif changing:
+                looks -= 1
+                self._stopped.wait(_MOMENT)
+            else:
+                return
+        what = f"{counted(changing, 'file')} not mirrored: still being written"
+        self._events.emit(Notice(host=report.host, text=what))
+
+    def _take(self, remote: Remote, folder: Path, report: Report) -> None:
+        began = time.monotonic()
+        with closing(Target(os.fsencode(folder), expects=expected(self._patterns))) as target:
+            transfer = Transfer(remote, Here(target), lambda done, total: None, self._wait)
+            transfer.run(functools.partial(fits, target.room, ""))
+        if not transfer.report.entries:
+            raise ProtocolError("files that are announced, but not listed", host=report.host)
+        remote.ask("fetched", self._patterns).result()
+        transfer.report.seconds = time.monotonic() - began
+        for name in ("entries", "files", "size", "sent", "sent_size", "seconds"):
+            setattr(report, name, getattr(report, name) + getattr(transfer.report, name))
+        for path, why in transfer.report.skipped:
+            is_new = why != CHANGED and (path, why) not in report.skipped  # what is changed or removed is normal
+            if is_new and len(report.skipped) < _SHOWN:
+                report.note(path, why)
+                self._events.emit(Notice(host=report.host, text=f"skipped {path}: {why}"))
+
+    def _wait(self, size: int) -> None:
+        """Waits until this many bytes may be requested. All hosts share the limit."""
+        with self._lock:
+            now = time.monotonic()
+            begin = max(now, self._free)
+            self._free = begin + size / self._rate
+        self._stopped.wait(begin - now)
+
+
+def _locked(folder: Path) -> int:
+    """Makes a folder and locks it, by a descriptor. Raises UsageError if it is locked."""
+    folder.mkdir(parents=True, exist_ok=True)
+    held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(held)
+        hint = 'choose another one: to="results", --mirror=ckpt:results'
+        raise UsageError(f"another mirror writes to {folder.absolute()}", hint=hint) from None
+    except OSError:  # a file system without locks
+        pass
+    return held

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import mmap
+import sys
 
 from skyfab.errors import ProtocolError
 
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Final
+    from typing import Any, Final, TypeVar
 
     from skyfab.protocol.frames import Buffer
     from skyfab.protocol.messages import Part
 
-    Resolve = Callable[[str], memoryview]
+    T = TypeVar("T", bytes, bytearray)
+
+    Resolve = Callable[..., memoryview]
+    """From the name of a blob, and the kind of object to read it into if the part has one, to its content."""
 
 LARGE: Final = 1024 * 1024
 """Buffers of at least this size may be stored as blobs instead of being sent again."""
 MOST_PARTS: Final = 8192
 """Maximum number of parts of one message: each, however small, has a separate allocation."""
+KINDS: Final = ("bytes", "bytearray")
+"""The objects into whose own memory a part can be received."""
 _HEX: Final = frozenset("0123456789abcdef")
 
 
@@ -27,10 +33,32 @@ def name_of(*pieces: Buffer) -> str:
     """The blob name of the concatenated pieces: their sha256 in hex."""
     import hashlib  # imported late: OpenSSL is slow to load, and many pools have no blobs
 
+    forget_unused()
+    content = pieces[0].obj if len(pieces) == 1 and isinstance(pieces[0], memoryview) else None
+    is_whole = type(content) is bytes and len(content) == len(pieces[0])
+    if is_whole and id(content) in _known:
+        return _known[id(content)][1]
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
-    return digest.hexdigest()
+    name = digest.hexdigest()
+    if is_whole and sys.getrefcount(content) > _REFERENCES:
+        assert isinstance(content, bytes)
+        _known[id(content)] = content, name
+    return name
+
+
+_known: dict[int, tuple[bytes, str]] = {}
+"""The names of bytes objects, by `id`: they cannot change, so that they are hashed once."""
+_REFERENCES: Final = 4
+"""References to bytes that nobody but a call refers to: its arguments, a view of them, and two in `name_of`."""
+
+
+def forget_unused() -> None:
+    """Forgets the names of bytes objects that nobody else refers to, so that their memory is free."""
+    for key in list(_known):
+        if sys.getrefcount(_known[key][0]) <= 2:
+            _known.pop(key, None)
 
 
 def check_name(name: object) -> str:
@@ -50,19 +78,43 @@ def allocate(size: int) -> memoryview:
     return memoryview(area)
 
 
+def allocate_object(kind: str, size: int) -> memoryview:
+    """The memory of a new object, for content that is written before anything else refers to the object."""
+    if kind == "bytearray" or size < LARGE or sys.implementation.name != "cpython":
+        return memoryview(bytearray(size))
+    import ctypes  # only for large objects: importing it would slow an agent's start
+
+    make = ctypes.pythonapi.PyBytes_FromStringAndSize
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
+    made = make(None, size)
+    area: Any = (ctypes.c_ubyte * size).from_address(id(made) + bytes.__basicsize__ - 1)
+    area.owner = made  # `object_in` finds it there
+    return memoryview(area).cast("B")
+
+
+def object_in(memory: Any, kind: type[T]) -> T:
+    """The object that this memory was allocated for; if it is of another kind, a copy."""
+    content = getattr(memory, "obj", None)
+    found = getattr(content, "owner", content)
+    return found if type(found) is kind and len(found) == len(memory) else kind(memory)
+
+
+def _inline(part: Part) -> int | None:
+    """How many bytes of data a part announces; None if it refers to a blob. Raises ProtocolError."""
+    size = part[1] if isinstance(part, list) and len(part) == 2 and part[0] in KINDS else part
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    if isinstance(size, list) and len(size) in (2, 3) and size[2:] in ([], ["bytes"]):
+        check_name(size[0])
+        return None
+    raise ProtocolError(f"not a part: a {type(size).__name__}")
+
+
 def inline_size(parts: Sequence[Part]) -> int:
     """How many bytes follow a message with these parts. Raises ProtocolError for invalid parts."""
-    total = 0
     if len(parts) > MOST_PARTS:
         raise ProtocolError(f"a message of {len(parts)} parts")
-    for part in parts:
-        if isinstance(part, int) and not isinstance(part, bool) and part >= 0:
-            total += part
-        elif isinstance(part, list) and len(part) == 2:
-            check_name(part[0])
-        else:
-            raise ProtocolError(f"not a part: a {type(part).__name__}")
-    return total
+    return sum(_inline(part) or 0 for part in parts)
 
 
 def split(parts: Sequence[Part], data: memoryview, resolve: Resolve | None = None) -> list[memoryview]:
@@ -74,18 +126,19 @@ def split(parts: Sequence[Part], data: memoryview, resolve: Resolve | None = Non
     found: list[memoryview] = []
     offset = 0
     for part in parts:
-        if isinstance(part, int):
-            found.append(memoryview(bytearray(data[offset : offset + part])))
-            offset += part
-        else:
+        size = _inline(part)
+        if size is None:
             found.append(_named(part, resolve))
+        else:
+            found.append(memoryview(bytearray(data[offset : offset + size])))
+            offset += size
     return found
 
 
 def _named(part: Part, resolve: Resolve | None) -> memoryview:
     if resolve is None:
         raise ProtocolError("a blob where none was expected")
-    return resolve(check_name(part[0]))
+    return resolve(part[0], *part[2:])
 
 
 class Assembly:
@@ -97,7 +150,7 @@ class Assembly:
             raise ProtocolError(f"a message of {self.missing} bytes; at most {limit} are accepted")
         self._parts = parts
         self._resolve = resolve
-        self._sizes = [part for part in parts if isinstance(part, int)]
+        self._inline = [part for part in parts if _inline(part) is not None]
         self.inline: list[memoryview] = []
         """The inline parts received so far. No memory is allocated for parts that are only announced."""
         self._offset = 0
@@ -114,11 +167,11 @@ class Assembly:
 
     def _begin(self) -> None:
         """Allocates the next part."""
-        size = self._sizes[len(self.inline)]
+        part = self._inline[len(self.inline)]
         try:
-            self.inline.append(allocate(size))
+            self.inline.append(allocate(part) if isinstance(part, int) else allocate_object(*part))
         except (OSError, OverflowError, MemoryError, ValueError) as error:
-            raise ProtocolError(f"not enough memory for a part of {size} bytes") from error
+            raise ProtocolError(f"not enough memory for a part of {_inline(part)} bytes") from error
         self._offset = 0
 
     def advance(self, length: int) -> bool:
@@ -129,7 +182,7 @@ class Assembly:
 
     def buffers(self) -> list[memoryview]:
         """All parts in order; blobs are looked up with `resolve`."""
-        while len(self.inline) < len(self._sizes):  # remaining parts are empty
+        while len(self.inline) < len(self._inline):  # remaining parts are empty
             self._begin()
         inline = iter(self.inline)
-        return [next(inline) if isinstance(part, int) else _named(part, self._resolve) for part in self._parts]
+        return [_named(part, self._resolve) if _inline(part) is None else next(inline) for part in self._parts]

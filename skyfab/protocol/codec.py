@@ -16,7 +16,7 @@ import types
 
 import cloudpickle
 
-from skyfab.protocol.blobs import allocate
+from skyfab.protocol.blobs import LARGE, allocate, forget_unused, object_in
 
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
@@ -41,13 +41,30 @@ _NO_REFS: Final[Mapping[int, str]] = types.MappingProxyType({})
 class Payload:
     """A pickled object: the pickle, and its out-of-band buffers in the order in which it refers to them."""
 
-    __slots__ = ("buffers", "data", "refs")
+    __slots__ = ("buffers", "data", "kinds", "refs")
 
-    def __init__(self, data: bytes, buffers: Sequence[memoryview] = (), refs: Mapping[int, str] = _NO_REFS) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        buffers: Sequence[memoryview] = (),
+        refs: Mapping[int, str] = _NO_REFS,
+        kinds: Mapping[int, str] = _NO_REFS,
+    ) -> None:
         self.data = data
         self.buffers = tuple(buffers)
         self.refs = refs
         """The buffers that are packed objects: `id` of the buffer to name of its content."""
+        self.kinds = kinds
+        """The buffers that are bytes or a bytearray: `id` of the buffer to which of them (`blobs.KINDS`)."""
+
+    @property
+    def parts(self) -> tuple[Any, ...]:
+        """Its parts as a message lists them."""
+        if not self.kinds:
+            return (len(self.data), *map(len, self.buffers))
+        kinds = [self.kinds.get(id(buffer)) for buffer in self.buffers]
+        sizes = [(kind, len(found)) if kind else len(found) for kind, found in zip(kinds, self.buffers, strict=True)]
+        return (len(self.data), *sizes)
 
     @property
     def size(self) -> int:
@@ -72,11 +89,12 @@ def dumps(value: Any, reference: Reference | None = None, *, then: Sequence[Any]
     """
     if not then and (type(value) in _ATOMS or (type(value) is tuple and _ATOMS.issuperset(map(type, value)))):
         return Payload(pickle.dumps(value, protocol=5))  # faster, and cloudpickle is not needed for these types
-    file, beside = io.BytesIO(), _Beside()
-    pickler = _Pickler(file, beside, reference)
+    forget_unused()
+    beside = _Beside()
+    pickler = _Pickler(beside, reference)
     for one in (value, *then):
         pickler.dump(one)
-    return Payload(file.getvalue(), beside.buffers, beside.refs or _NO_REFS)
+    return Payload(b"".join(beside.pieces), beside.buffers, beside.refs or _NO_REFS, beside.kinds or _NO_REFS)
 
 
 def dumps_exception(error: Exception) -> Payload:
@@ -127,13 +145,15 @@ def _places(sizes: Sequence[int]) -> Iterator[int]:
 
 
 class _Beside:
-    """Collects the out-of-band buffers of a pickle.
+    """The file of a pickler: collects the pickle, and the buffers that are not in it.
 
     It has no reference to the pickler: the cycle would keep the pickler's memory until the garbage collector runs.
     """
 
     def __init__(self) -> None:
+        self.pieces: list[bytes] = []
         self.buffers: list[memoryview] = []
+        self.kinds: dict[int, str] = {}
         self.refs: dict[int, str] = {}
         self.packed: dict[pickle.PickleBuffer, str] = {}
 
@@ -150,6 +170,46 @@ class _Beside:
         self.buffers.append(view)
         return False
 
+    def write(self, piece: bytes) -> None:
+        """Takes large bytes and texts out of the pickle, which the pickler does only for other buffers.
+
+        It writes them as they are, without a copy, and before them the opcode and their size.
+        """
+        if len(piece) >= LARGE and len(self.buffers) < BESIDE:
+            for opcode, width, restore, kind in _OPCODES:
+                head = opcode + len(piece).to_bytes(width, "little")
+                if self.pieces and self.pieces[-1].endswith(head):
+                    call = f"c{__name__}\n{restore.__name__}\n".encode() + pickle.NEXT_BUFFER
+                    self.pieces[-1] = self.pieces[-1].removesuffix(head) + call + pickle.TUPLE1 + pickle.REDUCE
+                    view = memoryview(bytes(piece))  # a copy of a bytearray, which may change
+                    self.buffers.append(view)
+                    if kind:
+                        self.kinds[id(view)] = kind
+                    return
+        self.pieces.append(piece)
+
+
+def _bytes(memory: Buffer) -> bytes:
+    return object_in(memory, bytes)
+
+
+def _bytearray(memory: Buffer) -> bytearray:
+    return object_in(memory, bytearray)
+
+
+def _str(memory: Buffer) -> str:
+    return str(memory, "utf-8", "surrogatepass")
+
+
+_OPCODES: Final = (
+    (pickle.BINBYTES, 4, _bytes, "bytes"),
+    (pickle.BINBYTES8, 8, _bytes, "bytes"),
+    (pickle.BYTEARRAY8, 8, _bytearray, "bytearray"),
+    (pickle.BINUNICODE, 4, _str, ""),
+    (pickle.BINUNICODE8, 8, _str, ""),
+)
+"""The opcodes of large bytes and texts, how many bytes their size has, what restores them, and in which memory."""
+
 
 def send_by_value(module: Any) -> None:
     """Pickles what this module defines by value, because hosts cannot import the module."""
@@ -157,7 +217,7 @@ def send_by_value(module: Any) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    def __init__(self, file: io.BytesIO, beside: _Beside, reference: Reference | None) -> None:
+    def __init__(self, beside: _Beside, reference: Reference | None) -> None:
         self._reference = reference
         self._packed = beside.packed
         self._storages: dict[int, _Storage] = {}
@@ -165,7 +225,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         self._typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
         self._untyped = getattr(torch, "UntypedStorage", None)
         self._rebuild = getattr(getattr(torch, "_utils", None), "_rebuild_tensor_v3", None)
-        super().__init__(file, protocol=5, buffer_callback=beside)
+        super().__init__(beside, protocol=5, buffer_callback=beside)
 
     def reducer_override(self, obj: Any) -> Any:
         if self._reference is not None and (found := self._reference(obj)) is not None:

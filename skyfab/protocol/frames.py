@@ -40,7 +40,7 @@ CREDIT: Final = 18
 """How many more bytes of DATA may be sent on this stream."""
 
 CHUNK: Final = 256 * 1024
-"""The largest DATA payload that is sent. Small, so that a heartbeat never waits long behind one."""
+"""A DATA payload. Small, so that a heartbeat never waits long behind one; four times that where much is in flight."""
 LIMIT: Final = 4 * 1024 * 1024
 """The largest payload that is accepted."""
 KINDS: Final = frozenset({HELLO, ACK, PING, PONG, BYE, HEAD, DATA, CREDIT})

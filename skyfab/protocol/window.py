@@ -42,4 +42,4 @@ class Window:
 
     @property
     def chunk(self) -> int:
-        return min(CHUNK, max(8 * 1024, self.size // 8))
+        return min(4 * CHUNK, max(8 * 1024, self.size // 8))

@@ -65,6 +65,6 @@ def test_a_new_connection_starts_over() -> None:
     assert window.size == 128 * KB
 
 
-@pytest.mark.parametrize(("times", "chunk"), [(0, 8 * KB), (1, 16 * KB), (5, 256 * KB), (9, CHUNK)])
+@pytest.mark.parametrize(("times", "chunk"), [(0, 8 * KB), (1, 16 * KB), (5, 256 * KB), (9, 4 * CHUNK)])
 def test_a_chunk_is_an_eighth_of_it_and_no_larger_than_chunks_are(times: int, chunk: int) -> None:
     assert grown(0.2, times)[0].chunk == chunk

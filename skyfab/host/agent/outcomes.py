@@ -20,10 +20,6 @@ _OURS = (
 """Files whose frames come before the user's: those of workers, and of device workers."""
 
 
-def sizes(payload: codec.Payload) -> tuple[messages.Part, ...]:
-    return (len(payload.data), *map(len, payload.buffers))
-
-
 def exited(error: SystemExit) -> messages.Ended:
     """The reply to a call that called `sys.exit`, which ends the call and not the client's program."""
     code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1
@@ -60,5 +56,5 @@ def describe(error: BaseException, encoding: Any, **about: Any) -> tuple[message
     if isinstance(error, Exception):
         with contextlib.suppress(BaseException):
             payload = encoding.dumps_exception(error)
-    parts = sizes(payload) if payload else ()
+    parts = payload.parts if payload else ()
     return messages.Raised(parts=parts, kind=cut(kind), text=cut(said), traceback=cut(text), **about), payload

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import io
 import mmap
 import os
 
 from skyfab.errors import ProtocolError
 from skyfab.host.agent.workdir import INCLUDED
-from skyfab.protocol.blobs import check_name
+from skyfab.protocol.blobs import allocate_object, check_name
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
@@ -23,19 +24,37 @@ if TYPE_CHECKING:
 _FIXED = 0x10  # MAP_FIXED, the same on Linux, macOS and the BSDs: replaces the mapping at that address
 
 
-def map_blob(stores: Sequence[str], name: str) -> memoryview:
-    """The blob as copy-on-write memory: workers share one copy until they write to it."""
-    for store in stores:
-        try:
-            fd = os.open(os.path.join(store, name), os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        try:
-            size = os.fstat(fd).st_size
-            return map_file(fd, size)
-        finally:
-            os.close(fd)
-    raise FileNotFoundError(f"blob {name} is not on this host")
+class Blobs:
+    """The blobs of a worker's calls, in memory."""
+
+    def __init__(self, stores: Sequence[str]) -> None:
+        self._stores = stores
+        self.kept: dict[str, memoryview] = {}
+        """Bytes objects of the last call: if the next one has them too, it gets the same, since they cannot change."""
+
+    def keep_only(self, parts: Sequence[Any]) -> None:
+        """A call with these parts has begun to arrive."""
+        names = {part[0] for part in parts if isinstance(part, list)}
+        self.kept = {name: memory for name, memory in self.kept.items() if name in names}
+
+    def __call__(self, name: str, kind: str = "") -> memoryview:
+        """The blob as copy-on-write memory: workers share one copy until they write to it. With a kind, as bytes."""
+        if name in self.kept and kind:
+            return self.kept[name]
+        with self._open(name) as file:
+            size = os.fstat(file.fileno()).st_size
+            if kind:
+                memory = left = self.kept[name] = allocate_object(kind, size)
+                while left:
+                    left = left[file.readinto(left) or 0 :]  # one system call reads at most 2 GiB
+                return memory
+            return map_file(file.fileno(), size)
+
+    def _open(self, name: str) -> io.FileIO:
+        for store in self._stores:
+            with contextlib.suppress(FileNotFoundError):
+                return io.FileIO(os.path.join(store, name))
+        raise FileNotFoundError(f"blob {name} is not on this host")
 
 
 def map_file(fd: int, size: int, *, shared: bool = False) -> memoryview:

@@ -25,10 +25,10 @@ from skyfab.errors import HostUnfit
 from skyfab.host.agent import cuda, workdir
 from skyfab.host.agent.functions import GENERATORS, load_function
 from skyfab.host.agent.imports import ImportFinder
-from skyfab.host.agent.outcomes import cut, describe, exited, sizes, trace
-from skyfab.host.agent.store import map_blob
+from skyfab.host.agent.outcomes import cut, describe, exited, trace
+from skyfab.host.agent.store import Blobs
 from skyfab.protocol import codec, messages
-from skyfab.protocol.blobs import Assembly, split
+from skyfab.protocol.blobs import KINDS, Assembly, split
 from skyfab.protocol.frames import BYE, CHUNK, DATA, HEAD, Reader, data_header, frame, head_frame
 from skyfab.protocol.mux import SMALL
 
@@ -118,7 +118,7 @@ class Worker(context.Client):
         self.source = source
         self._recv_into = io.FileIO(source, closefd=False).readinto
         self._sink = sink
-        self._stores = stores
+        self._blob = Blobs(stores)
         self.plain = plain
         self.encoding: Any = codec
         if plain:
@@ -210,6 +210,8 @@ class Worker(context.Client):
                 self._open_exchanges()
             elif isinstance(message, messages.Call) and message.streams:
                 self._open_exchanges().open(stream, message.ask)
+            if self._blob.kept and isinstance(message, messages.Call):
+                self._blob.keep_only(parts)
             if head:
                 queue.append((stream, message, split(parts, payload[head:], self._blob)))
             else:
@@ -247,9 +249,6 @@ class Worker(context.Client):
     def ask(self, request: tuple[Any, ...]) -> Any:
         return self._open_exchanges().ask(request)
 
-    def _blob(self, name: str) -> memoryview:
-        return map_blob(self._stores, name)
-
     def place(self, stream: int, length: int) -> memoryview:
         return self._opening[stream].place(length)
 
@@ -263,7 +262,7 @@ class Worker(context.Client):
             self._raised(stream, error)
         else:
             if call.each:
-                named = any(isinstance(part, list) for part in call.parts)
+                named = any(isinstance(part, list) and part[0] not in KINDS for part in call.parts)
                 again = functools.partial(self._again, call.parts, tuple(buffers)) if named else None
                 function = functools.partial(self._each, function, again)
             elif self._elastic is not None:
@@ -275,7 +274,7 @@ class Worker(context.Client):
     def _again(self, parts: Sequence[messages.Part], buffers: Sequence[memoryview]) -> Any:
         """Unpickles the items of a call again, with unmodified blobs from the store."""
         data, *rest = [
-            self._blob(part[0]) if isinstance(part, list) else buffer
+            self._blob(part[0], *part[2:]) if isinstance(part, list) and part[0] not in KINDS else buffer
             for part, buffer in zip(parts, buffers, strict=True)
         ]
         return codec.loads(data, rest)[0]
@@ -336,7 +335,7 @@ class Worker(context.Client):
         except BaseException as error:  # also KeyboardInterrupt, which would end this process
             self._unpicklable(stream, "the result", type(result).__qualname__, error)
             return
-        self.answer(stream, messages.Result.head(parts=sizes(payload), plain=self.plain), payload)
+        self.answer(stream, messages.Result.head(parts=payload.parts, plain=self.plain), payload)
 
     def _unpicklable(self, stream: int, what: str, kind: str, error: BaseException) -> None:
         self._examine(error)

@@ -16,6 +16,7 @@ from skyfab.inventory.host import Host
 from skyfab.protocol import VERSION
 from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import AgentHello, ClientHello, Message
+from skyfab.protocol.pipes import Lender
 from skyfab.session.reader import Action, SharedReader, run
 from skyfab.session.reconnect import Joiner, Link, Reconnector, as_lost, close, close_later
 from skyfab.session.replies import Answer, Failure, Listener, PendingRequest, Replies
@@ -312,6 +313,7 @@ class Connection:
     def _take(self, link: Link) -> None:
         """Makes this link's stream the current one."""
         self._link, self.stream = link, link[0]
+        self._lend = Lender(self.stream, self.stream.sink)
         self._source = self.stream.fileno()
         self._reader.watch(self._source, self)
         stderr = self.stream.stderr()
@@ -368,7 +370,7 @@ class Connection:
         if self.stream is None:
             return
         try:
-            drained = self._mux.flush(self.stream.send)
+            drained = self._mux.flush(self._lend)
         except OSError:
             return  # reading from the stream gives the reason
         if not drained:

@@ -16,7 +16,7 @@ import pytest
 from stage.threads import at_once
 
 from skyfab.errors import ProtocolError
-from skyfab.host.agent.store import Blobs, Store
+from skyfab.host.agent.store import Store, map_blob
 from skyfab.protocol.blobs import Assembly, name_of
 
 CONTENT = random.Random(1).randbytes(300_000)
@@ -63,7 +63,7 @@ def test_a_blob_is_found_once_it_is_committed_and_not_before(store: Store, keep:
     assert store.missing([NAME]) == [NAME]
     writer.commit()
     assert store.missing([NAME]) == []
-    assert bytes(Blobs(store.folders)(NAME)) == CONTENT
+    assert bytes(map_blob(store.folders, NAME)) == CONTENT
 
 
 def test_kept_blobs_are_for_later_pools_and_others_are_not(tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_kept_blobs_are_for_later_pools_and_others_are_not(tmp_path: Path) -> No
 def test_an_empty_blob_is_a_blob(store: Store) -> None:
     name = put(store, b"")
     assert store.missing([name]) == []
-    assert bytes(Blobs(store.folders)(name)) == b""
+    assert bytes(map_blob(store.folders, name)) == b""
 
 
 def test_damaged_content_is_refused_and_leaves_nothing(store: Store, tmp_path: Path) -> None:
@@ -112,16 +112,16 @@ def test_a_killed_writer_leaves_no_name(store: Store, tmp_path: Path) -> None:
     assert subprocess.run(argv, input=CONTENT).returncode == -signal.SIGKILL
     assert store.missing([NAME]) == [NAME]
     with pytest.raises(FileNotFoundError):
-        Blobs(store.folders)(NAME)
+        map_blob(store.folders, NAME)
     put(store, CONTENT, keep=True)
-    assert bytes(Blobs(store.folders)(NAME)) == CONTENT
+    assert bytes(map_blob(store.folders, NAME)) == CONTENT
 
 
 def test_many_processes_write_one_blob_at_once(tmp_path: Path) -> None:
     """Two programs with the same environment, on one host: everyone succeeds, whoever is first."""
     code = (
         "import sys\n"
-        "from skyfab.host.agent.store import Blobs, Store\n"
+        "from skyfab.host.agent.store import Store, map_blob\n"
         "store = Store(run=sys.argv[1], cache=sys.argv[2])\n"
         "content = sys.stdin.buffer.read()\n"
         "for _ in range(20):\n"
@@ -129,7 +129,7 @@ def test_many_processes_write_one_blob_at_once(tmp_path: Path) -> None:
         "    for at in range(0, len(content), 30_000):\n"
         "        writer.write(memoryview(content)[at:at + 30_000])\n"
         "    writer.commit()\n"
-        "    assert bytes(Blobs(store.folders)(sys.argv[3])) == content\n"
+        "    assert bytes(map_blob(store.folders, sys.argv[3])) == content\n"
     )
     started = [
         subprocess.Popen(
@@ -169,36 +169,36 @@ def test_blobs_are_for_their_owner_only(store: Store, tmp_path: Path) -> None:
 def test_a_mapped_blob_is_private(store: Store) -> None:
     """Writing to it changes neither the file nor another map of it: eight ranks share a page until one writes."""
     put(store, CONTENT, keep=True)
-    first, second = Blobs(store.folders)(NAME), Blobs(store.folders)(NAME)
+    first, second = map_blob(store.folders, NAME), map_blob(store.folders, NAME)
     assert not first.readonly
     first[:10] = b"0123456789"
     assert bytes(first[:10]) == b"0123456789"
     assert bytes(second) == CONTENT
     assert Path(store.folders[1], NAME).read_bytes() == CONTENT
-    assert bytes(Blobs(store.folders)(NAME)) == CONTENT
+    assert bytes(map_blob(store.folders, NAME)) == CONTENT
 
 
 def test_a_mapped_blob_outlives_its_file(store: Store) -> None:
     put(store, CONTENT, keep=True)
-    view = Blobs(store.folders)(NAME)
+    view = map_blob(store.folders, NAME)
     Path(store.folders[1], NAME).unlink()
     assert bytes(view) == CONTENT
 
 
 def test_mapping_leaves_no_descriptor_open(store: Store) -> None:
     put(store, CONTENT, keep=True)
-    view = Blobs(store.folders)(NAME)
+    view = map_blob(store.folders, NAME)
     del view
     before = len(names("/proc/self/fd"))
     for _ in range(20):
-        Blobs(store.folders)(NAME)
+        map_blob(store.folders, NAME)
     assert len(names("/proc/self/fd")) == before
 
 
 def test_parts_of_a_call_come_from_the_store(store: Store) -> None:
     """As a rank does it: inline parts beside mapped ones, and no path can be asked for by a name."""
     put(store, CONTENT, keep=True)
-    resolve = Blobs(store.folders)
+    resolve = lambda name: map_blob(store.folders, name)  # noqa: E731
     assembly = Assembly([3, [NAME, len(CONTENT)]], resolve=resolve)
     assembly.place(3)[:] = b"abc"
     assembly.advance(3)

@@ -205,7 +205,7 @@ class Agent:
         if connection is None:
             return
         try:
-            drained = self.mux.flush(connection.send)
+            drained = self.mux.flush(connection.lend)
         except OSError:
             self._drop(looking=True)
             return

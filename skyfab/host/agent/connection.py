@@ -12,7 +12,7 @@ import sys
 import termios
 from socket import SOL_SOCKET
 
-from skyfab.protocol.pipes import widen
+from skyfab.protocol.pipes import Lender, widen
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
@@ -45,6 +45,7 @@ class Connection:
         """The client has sent hello on it; else it is one of several connection attempts."""
         self.recv_into: RecvInto = io.FileIO(source, closefd=False).readinto
         self.send: Send = functools.partial(os.writev, sink)
+        self.lend = Lender(self, lambda: sink)
 
     def has_data(self) -> bool:
         """Whether data can be read, and not just end of file."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import io
 import mmap
 import os
 
@@ -24,6 +23,21 @@ if TYPE_CHECKING:
 _FIXED = 0x10  # MAP_FIXED, the same on Linux, macOS and the BSDs: replaces the mapping at that address
 
 
+def map_blob(stores: Sequence[str], name: str) -> memoryview:
+    """The blob as copy-on-write memory: workers share one copy until they write to it."""
+    for store in stores:
+        try:
+            fd = os.open(os.path.join(store, name), os.O_RDONLY)
+        except FileNotFoundError:
+            continue
+        try:
+            size = os.fstat(fd).st_size
+            return map_file(fd, size)
+        finally:
+            os.close(fd)
+    raise FileNotFoundError(f"blob {name} is not on this host")
+
+
 class Blobs:
     """The blobs of a worker's calls, in memory."""
 
@@ -38,23 +52,14 @@ class Blobs:
         self.kept = {name: memory for name, memory in self.kept.items() if name in names}
 
     def __call__(self, name: str, kind: str = "") -> memoryview:
-        """The blob as copy-on-write memory: workers share one copy until they write to it. With a kind, as bytes."""
-        if name in self.kept and kind:
-            return self.kept[name]
-        with self._open(name) as file:
-            size = os.fstat(file.fileno()).st_size
-            if kind:
-                memory = left = self.kept[name] = allocate_object(kind, size)
-                while left:
-                    left = left[file.readinto(left) or 0 :]  # one system call reads at most 2 GiB
-                return memory
-            return map_file(file.fileno(), size)
-
-    def _open(self, name: str) -> io.FileIO:
-        for store in self._stores:
-            with contextlib.suppress(FileNotFoundError):
-                return io.FileIO(os.path.join(store, name))
-        raise FileNotFoundError(f"blob {name} is not on this host")
+        """The blob: as `map_blob` has it, or in the memory of an object of that kind."""
+        if not kind:
+            return map_blob(self._stores, name)
+        if name not in self.kept:
+            content = map_blob(self._stores, name)
+            self.kept[name] = allocate_object(kind, len(content))
+            self.kept[name][:] = content
+        return self.kept[name]
 
 
 def map_file(fd: int, size: int, *, shared: bool = False) -> memoryview:

@@ -1,0 +1,118 @@
+"""Large bytes and texts as arguments and results of calls: exactly as they are, and not sent again if repeated."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import skyfab as sky
+from skyfab.protocol.blobs import LARGE
+
+SIZE = 3 * LARGE + 7
+
+
+@pytest.fixture(scope="module")
+def compute() -> Iterator[sky.Compute]:
+    with sky.Compute("local", image=sky.Image(python=sys.executable), ui="none") as compute:
+        yield compute
+
+
+@sky.function
+def identity(value: Any) -> Any:
+    return value
+
+
+@sky.function
+def about(value: Any) -> tuple[str, str]:
+    content = value if isinstance(value, bytes | bytearray) else value.encode()
+    return type(value).__name__, hashlib.sha256(content).hexdigest()
+
+
+@sky.function
+def spoil(value: bytearray) -> int:
+    """Changes what it is given, in place."""
+    value[0] += 1
+    return value[0]
+
+
+def sent(compute: sky.Compute) -> int:
+    """Bytes that were sent to the host so far."""
+    (node,) = compute.hosts
+    return node.session.connection.moved[0]
+
+
+@pytest.mark.parametrize("kind", [bytes, bytearray, str])
+def test_it_arrives_and_returns_as_it_was(compute: sky.Compute, kind: Any) -> None:
+    content = os.urandom(SIZE)
+    value = content.hex() if kind is str else kind(content)
+    digest = hashlib.sha256(value.encode() if kind is str else value).hexdigest()
+    for _ in range(4):  # with the call, into the store, and twice from there
+        assert about(value) >> compute == (kind.__name__, digest)
+        found = identity({"value": [value]}) >> compute
+        assert type(found["value"][0]) is kind
+        assert found == {"value": [value]}
+
+
+def test_a_memoryview_arrives_as_bytes(compute: sky.Compute) -> None:
+    content = os.urandom(SIZE)
+    assert about(memoryview(content)) >> compute == ("bytes", hashlib.sha256(content).hexdigest())
+
+
+def test_repeated_bytes_are_neither_sent_nor_hashed_again(
+    compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = os.urandom(SIZE)
+    expected = ("bytes", hashlib.sha256(content).hexdigest())
+    for _ in range(2):
+        assert about(content) >> compute == expected
+    before = sent(compute)
+    monkeypatch.setattr(hashlib, "sha256", None)
+    for _ in range(3):
+        assert about(content) >> compute == expected
+    assert sent(compute) - before < LARGE
+
+
+def test_changes_in_place_are_private_to_a_call(compute: sky.Compute) -> None:
+    value = bytearray(SIZE)
+    assert [spoil(value) >> compute for _ in range(4)] == [1, 1, 1, 1]
+    assert value == bytearray(SIZE)
+    assert compute.map(spoil, [value, value, value]) == [1, 1, 1]
+
+
+def test_another_object_at_the_same_address_has_its_own_content(compute: sky.Compute) -> None:
+    for number in range(6):  # each is freed, and the next one may get its memory
+        content = bytes([number]) * SIZE
+        for _ in range(2):
+            assert about(content) >> compute == ("bytes", hashlib.sha256(content).hexdigest())
+
+
+def test_items_of_a_map(compute: sky.Compute) -> None:
+    shared = os.urandom(SIZE)
+    found = compute.map(identity, [shared, os.urandom(SIZE), "x" * SIZE, shared])
+    assert [len(value) for value in found] == [SIZE] * 4
+    assert found[0] == shared == found[3]
+
+
+def test_values_that_a_function_uses(compute: sky.Compute) -> None:
+    content = os.urandom(SIZE)
+
+    @sky.function
+    def uses() -> str:
+        return hashlib.sha256(content).hexdigest()
+
+    assert uses() >> compute == hashlib.sha256(content).hexdigest()
+
+
+def test_a_result_that_does_not_fit_into_memory(compute: sky.Compute) -> None:
+    @sky.function
+    def huge() -> bytes:
+        return bytes(1 << 60)
+
+    with pytest.raises(MemoryError):
+        huge() >> compute
+    assert identity(1) >> compute == 1

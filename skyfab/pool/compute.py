@@ -38,6 +38,7 @@ from skyfab.detached.run import Run, attach, runs
 from skyfab.errors import UsageError
 from skyfab.files.transfer import Report
 from skyfab.host.agent.actors import construct
+from skyfab.host.collected import Naming, assembled, take_kept
 from skyfab.inventory.host import MOST_SLOTS, Host
 from skyfab.inventory.inventory import Inventory, note_used
 from skyfab.plugins.base import Plugin
@@ -341,16 +342,28 @@ class Compute(ShownAsTable):
             future: Future[R] = self._start(call, found)
             return wait_for(future, self.hosts, self.events.waiting)
 
-    def broadcast(self, call: Call[R]) -> list[R]:
+    def broadcast(self, call: Call[R], *, collect: Literal["all", "head"] = "all") -> list[R]:
         """Runs a call on every rank and waits for all: ``call @ compute`` is a list in rank order.
 
+        With ``collect="head"``, arrays and tensors of 1 MiB and more that are equal to those of the head's result, such
+        as the weights of a trained model, are fetched from the head only.
         Raises BroadcastError if a rank fails; it has the results of the others.
         """
         self._check_call(call)
+        if collect != "all":
+            return self._collected(call, collect)
         packed = self._pack(call)
         with SIGNAL_GUARD:
             future: Future[list[R]] = self._broadcasts.submit(packed, self.hosts, pool=self)
             return wait_for(future, self.hosts, self.events.waiting)
+
+    def _collected(self, call: Call[Any], collect: str) -> list[Any]:
+        elastic = any(plugin.elastic for plugin in self._images.plugins)
+        if collect != "head" or call.function.yields or self._results == "data" or elastic:
+            hint = 'collect="head" is for functions that return, in pools without results="data" and elastic gangs'
+            raise UsageError(f"invalid collect={collect!r}", hint=hint)
+        named = Call(call.function.rewrap(Naming), call.args, call.kwargs)
+        return assembled(self.broadcast(named), lambda wanted: self.broadcast(Function(take_kept)(wanted)))
 
     def submit(self, call: Call[R], *, on: str = "one", keep: bool = False, gpus: _Gpus = None) -> Future[R]:
         """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.

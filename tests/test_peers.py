@@ -87,6 +87,16 @@ def test_a_job_at_which_skyfab_failed_is_noted() -> None:
     assert document["results"] == []
 
 
+def test_what_takes_long_is_not_repeated() -> None:
+    """Neither is anything after a job's time is over; but everything is measured once."""
+    job, (first, second, third) = PROGRAMS[0], CONTESTANTS[:3]
+    measured = contest({(job.name, first.name): [0.1], (job.name, second.name): [0.1, 16.0]}, {})
+    measured.deadline = time.monotonic() + 600
+    assert [measured._again(job, each) for each in (first, second, third)] == [True, False, True]
+    measured.deadline = time.monotonic() - 1
+    assert [measured._again(job, each) for each in (first, second, third)] == [False, False, True]
+
+
 # ---- the list
 
 

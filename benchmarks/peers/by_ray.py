@@ -16,6 +16,8 @@ from benchmarks.peers import session, work
 from benchmarks.peers.site import Site
 
 _PORT, _CLIENTS = 6379, 10001
+_PATIENT = "RAY_CLIENT_SERVER_CHECK_CHANNEL_TIMEOUT_S=60"
+"""For its server of clients, which gives up after 30 s: too soon on a busy machine."""
 _START = ["--num-cpus=1", f"--object-store-memory={1 << 30}", "--disable-usage-stats"]
 _HEAD = ["--head", f"--port={_PORT}", f"--ray-client-server-port={_CLIENTS}", "--include-dashboard=false"]
 
@@ -76,7 +78,7 @@ def _each(site: Site, addresses: Sequence[str], words: Sequence[str], *, name: b
     running = []
     for address in addresses:
         own = [f"--node-ip-address={address}"] if name else []
-        command = shlex.join([site.python, "-m", "ray.scripts.scripts", *words, *own])
+        command = shlex.join(["env", _PATIENT, site.python, "-m", "ray.scripts.scripts", *words, *own])
         argv = ["ssh", "-F", site.config, address, f"{command} >/dev/null 2>&1 </dev/null"]
         running.append(subprocess.Popen(argv, stdin=subprocess.DEVNULL))
     for process in running:

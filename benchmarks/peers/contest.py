@@ -33,6 +33,8 @@ _LIMIT: Final = 60.0
 """Seconds for one measurement."""
 _LONG: Final = 15.0
 """Seconds after which a measurement is not repeated: the whole has to end in ten minutes."""
+_JOB, _SESSIONS = 60.0, 240.0
+"""Seconds for a job, and for all sessions, after which nothing is repeated: a busy machine takes fewer rounds."""
 
 
 @dataclass(slots=True)
@@ -48,6 +50,8 @@ class Contest:
     """By job and contestant."""
     reasons: dict[tuple[str, str], str] = field(default_factory=dict)
     """Why a contestant has no figure for a job that it would take."""
+    deadline: float = 0.0
+    """When repetitions end, by the clock of `time.monotonic`."""
 
     @classmethod
     @contextmanager
@@ -65,6 +69,7 @@ class Contest:
         self._visit(contestants)
         for job in jobs:
             rivals = [each for each in contestants if each.takes(job.name)]
+            self.deadline = time.monotonic() + _JOB
             with _said(job, rivals):
                 for turn in range(self.size.rounds or job.rounds):
                     self._new_files(job)
@@ -118,6 +123,7 @@ class Contest:
 
     def sessions(self, contestants: Sequence[Contestant], jobs: Sequence[Job] = SESSIONS) -> None:
         rivals = [each for each in contestants if each.in_session]
+        self.deadline = time.monotonic() + _SESSIONS
         for turn in range(self.size.rounds or max((job.rounds for job in jobs), default=0)):
             for contestant in _in_turn(rivals, turn):
                 left = [job for job in jobs if contestant.takes(job.name) and self._again(job, contestant)]
@@ -152,7 +158,9 @@ class Contest:
 
     def _again(self, job: Job, contestant: Contestant) -> bool:
         key = job.name, contestant.name
-        return key not in self.reasons and not any(value > _LONG for value in self.seconds.get(key, ()))
+        found = self.seconds.get(key, ())
+        late = bool(found) and time.monotonic() > self.deadline
+        return key not in self.reasons and not late and not any(value > _LONG for value in found)
 
     def _count(self, job: Job, contestant: Contestant, seconds: float) -> None:
         self.seconds.setdefault((job.name, contestant.name), []).append(seconds)

@@ -248,6 +248,7 @@ class Compute(ShownAsTable):
                 opened.callback(attach_view(self.events, self._ui, timeout=self._nodes.timing.lease / 4))
             opened.callback(self._choice.release)
             opened.callback(self._sync.close)
+            opened.callback(self._nodes.recovery.close)  # a host may be lost before another one fails
             nodes = self._connect()
             self._closing = opened.pop_all()
         self.hosts = tuple(nodes)

@@ -49,6 +49,8 @@ _PATIENCE: Final = 3.0
 """Seconds without progress, or of slow progress, after which a host takes its chunks from another one."""
 _SLOW: Final = 4
 """A host is slow if its source gets chunks this many times faster."""
+_BEHIND: Final = 4
+"""Chunks that a host may lack of those that its source has, without being slow."""
 _RESPONSE: Final = 5.0
 """Seconds for another host to open a port."""
 _FULL: Final = "free some space, or put the cache on another disk (cache = … in the inventory)"
@@ -130,7 +132,7 @@ class Relay:
                     host.error = errors[host.node] = error
                 done(host.node, errors.get(host.node))
 
-            results_of(for_each_host(fill, hosts))
+            results_of(for_each_host(fill, hosts, most=len(hosts)))  # each waits for the one before it
         return {node: error for node, error in errors.items() if node in nodes}
 
     def share(self, call: PackedCall, nodes: Sequence[Node]) -> None:
@@ -304,7 +306,9 @@ class _Host:
         if self.problem or source.error is not None:
             return "ended the connection"
         now = time.monotonic()
-        if now - self.moved > _PATIENCE and (source.at > self.at or now - source.heard > _PATIENCE):
+        if source.at <= self.at and now - source.heard <= _PATIENCE:
+            self.moved = now  # the source waits too: in a long chain that takes longer than the patience with one
+        if now - self.moved > _PATIENCE:
             return "does not respond"
         return "is slow" if source.is_slow else ""
 
@@ -312,7 +316,9 @@ class _Host:
     def is_slow(self) -> bool:
         """Its source has got chunks much faster for a while."""
         source = self.source
-        if source is None or self.at >= source.at or time.monotonic() - self._marks[0][0] < _PATIENCE:
+        if source is None or time.monotonic() - self._marks[0][0] < _PATIENCE:
+            return False
+        if self.at + _BEHIND >= source.at:  # as the next one in a chain is, also while the first chunks come
             return False
         return self.rate * _SLOW < source.rate
 

@@ -27,14 +27,18 @@ PATIENCE: Final = 3.0
 """Seconds without the end of an action after which `enough` is asked. By default it never is."""
 
 
-def for_each_host(action: Callable[[S], T], items: Sequence[S], enough: Callable[[], bool] = bool) -> list[T | Raised]:
+def for_each_host(
+    action: Callable[[S], T], items: Sequence[S], enough: Callable[[], bool] = bool, *, most: int = _MOST
+) -> list[T | Raised]:
     """Runs the action for each item and returns the results in order; Unreachable for what still runs when `enough`.
+
+    `most` is the number of parallel threads: all of them, where an action waits for those of others.
 
     Uses daemon threads: after a Ctrl-C the program does not wait for them. Signal handlers never interrupt the action.
     """
     outcomes: dict[int, T | Raised] = {}
     places = iter(range(len(items)))
-    running = min(len(items), _MOST)
+    running = min(len(items), most)
     ended = GuardedCondition()  # not `join`, which takes a thread for ended when a handler raises in it
 
     def work() -> None:

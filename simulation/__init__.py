@@ -1,0 +1,1 @@
+"""A pool of many simulated hosts in one process: skyfab's own client code under a simulated clock, without SSH."""

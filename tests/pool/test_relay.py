@@ -205,3 +205,15 @@ def fails() -> None:
 def came(lab: Lab) -> int:
     """Bytes that have come from the hosts of the lab."""
     return int(Path(f"/sys/class/net/{lab.hosts[0].network.bridge}/statistics/rx_bytes").read_text())
+
+
+@sky.function
+def texts(size: int) -> dict[str, Any]:
+    return {"bytes": b"b" * size, "text": "t" * size, "array": bytearray(size), "rank": sky.instance_info().rank}
+
+
+def test_bytes_and_texts_are_collected_as_such(pool: sky.Compute) -> None:
+    expected = [{**texts.fn(2 * MIB), "rank": rank} for rank in range(4)]
+    found = pool.broadcast(texts(2 * MIB), collect="head")
+    assert found == expected
+    assert [type(one["bytes"]) for one in found] == [bytes] * 4

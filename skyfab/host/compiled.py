@@ -1,7 +1,7 @@
 """Compiled kernels of a host: the caches of Inductor, Triton and torch's C++ extensions, in its cache folder.
 
 They are in ``compiled/KEY``: KEY stands for what compiled code depends on, so that hosts with the same one can use each
-other's files (skyfab/pool/kernels.py).
+other's files (skyfab/pool/compiled.py).
 """
 
 from __future__ import annotations

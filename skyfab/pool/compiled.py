@@ -10,7 +10,6 @@ import contextlib
 import errno
 import functools
 import os
-import queue
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -53,52 +52,63 @@ def shared(nodes: Sequence[Node], spec_of: Callable[[Node, str], WorkerSpec], ev
 
 
 class _Exchange:
-    """The exchange, on a thread that starts when the first host has imported a package."""
+    """The exchange. Its thread ends when there is nothing left to exchange."""
 
     def __init__(self, nodes: Sequence[Node], spec_of: Callable[[Node, str], WorkerSpec]) -> None:
         self._nodes = nodes
         self._spec_of = spec_of
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
-        self._due: queue.SimpleQueue[Node | None] = queue.SimpleQueue()
-        """Hosts to exchange kernels with; None at the end."""
+        self._changed = threading.Lock()
+        self._due: set[Node] = set()
+        """Hosts to exchange kernels with."""
+        self._importing: set[Node] = set()
+        """Hosts that have begun to import packages."""
         self._keys: dict[Node, str] = {}
         """What the kernels of each host depend on; empty if it has no torch."""
 
     def begin(self, node: Node) -> None:
         """A host has begun to import packages. Called on the thread that reads what hosts send."""
         node.on_imports = lambda: None
-        if self._thread is None and not self._stopped.is_set():
-            self._thread = threading.Thread(target=self._run, name="skyfab-kernels", daemon=True)
-            self._thread.start()
+        self._importing.add(node)
         if any((cache_folder() / "compiled").glob("*/*")):
-            self._due.put(node)
+            self._exchange_with(node)
 
     def note(self, event: Event) -> None:
-        if isinstance(event, CallEnded) and event.seconds >= _LONG and self._thread is not None:
+        if isinstance(event, CallEnded) and event.seconds >= _LONG and self._importing:
             for node in self._nodes:
-                if node.name == event.host:
-                    self._due.put(node)
+                if node.name == event.host and self._keys.get(node) != "":
+                    self._exchange_with(node)
 
     def close(self) -> None:
         self._stopped.set()
-        self._due.put(None)
-        if self._thread is not None:
-            self._thread.join()
+        with self._changed:
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _exchange_with(self, node: Node) -> None:
+        with self._changed:
+            self._due.add(node)
+            if self._thread is None and not self._stopped.is_set():
+                self._thread = threading.Thread(target=self._run, name="skyfab-kernels", daemon=True)
+                self._thread.start()
 
     def _run(self) -> None:
-        while (due := self._next()) is not None:
+        while due := self._next():
             found = for_each_host(self._take, due)  # errors do not matter: hosts compile what they lack
             new = {key for one in found if not isinstance(one, Raised) for key, size in [one] if size}
             others = [node for node in self._nodes if node not in due and self._keys.get(node) in (None, *new)]
             for_each_host(self._give, [*due, *others] if new else due)
 
-    def _next(self) -> list[Node] | None:
-        """Waits for hosts to exchange kernels with. None at the end."""
-        due = {self._due.get()}
-        while not self._due.empty():
-            due.add(self._due.get())
-        return None if None in due else [node for node in due if node and self._keys.get(node) != ""]
+    def _next(self) -> list[Node]:
+        """The hosts to exchange kernels with now. If there are none, the thread ends."""
+        with self._changed:
+            due = [] if self._stopped.is_set() else [node for node in self._nodes if node in self._due]
+            self._due.clear()
+            if not due:
+                self._thread = None
+            return due
 
     def _take(self, node: Node) -> tuple[str, int]:
         """Copies what is new of a host's kernels to this machine. Returns their key and size."""

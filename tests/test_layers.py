@@ -91,6 +91,7 @@ OUTSIDE = {
     "numpy": {"protocol.plain_data"},
     "torch": {
         "protocol.codec",
+        "protocol.same_gpus",
         "protocol.plain_data",
         "plugins",
         "device",

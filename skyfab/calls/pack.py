@@ -59,6 +59,8 @@ class PackedCall:
     """How many GPUs of one host it needs, or which share of one."""
     found: Sequence[Any] = ()
     """Streams and actors in its arguments, by their numbers."""
+    same_gpus: bool = False
+    """Arguments and result may refer to memory of a GPU."""
 
     @property
     def batch(self) -> int:
@@ -93,13 +95,13 @@ def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = (), *
     return packed
 
 
-def pack_arguments(call: Call[Any]) -> codec.Payload:
+def pack_arguments(call: Call[Any], *, same_gpus: bool = False) -> codec.Payload:
     """The pickled arguments. Raises NotPicklable, naming the argument that cannot be pickled."""
     if not call.args and not call.kwargs:
         return _NOTHING
     send_main_by_value()
     try:
-        return codec.dumps((*call.args, call.kwargs or None))
+        return codec.dumps((*call.args, call.kwargs or None), same_gpus=same_gpus)
     except Exception as error:
         if is_from_handler(error):
             raise
@@ -118,13 +120,13 @@ def pack_arguments(call: Call[Any]) -> codec.Payload:
         raise NotPicklable(f"the arguments of {call.function.label} cannot be pickled: {error}") from error
 
 
-def pack_streams(call: Call[Any]) -> tuple[codec.Payload, tuple[Any, ...]]:
+def pack_streams(call: Call[Any], *, same_gpus: bool = False) -> tuple[codec.Payload, tuple[Any, ...]]:
     """The pickled arguments, and the streams and actors in them. Raises NotPicklable."""
     places = call.function.iterators
     if places:
         args, kwargs = streamed(places, call.args, call.kwargs)
         call = Call(call.function, args, kwargs)
-    return collect(lambda: pack_arguments(call))
+    return collect(lambda: pack_arguments(call, same_gpus=same_gpus))
 
 
 def collect(pack: Callable[[], T]) -> tuple[T, tuple[Any, ...]]:

@@ -201,6 +201,7 @@ class Compute(ShownAsTable):
         self._mirrors: list[Mirror] = []
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()
         self._open = self._is_parents = False  # _is_parents is True in a forked child
+        self._has_same_gpus = False  # its workers see the GPUs that this program sees
 
     @property
     def inventory(self) -> Inventory:
@@ -259,6 +260,10 @@ class Compute(ShownAsTable):
         self._scheduler.open(nodes, self._nodes.solo_spec)
         self._broadcasts.open()
         self._sync.open(self.hosts)
+        self._has_same_gpus = self._results == "any" and all(
+            host.is_here and host.gpus == "auto" and "CUDA_VISIBLE_DEVICES" not in self._images.variables(host)
+            for host in self.selected
+        )
         self._open = True
         _open_pools.add(self)
         try:
@@ -329,7 +334,7 @@ class Compute(ShownAsTable):
     def run(self, call: Call[R]) -> R:
         """Runs a call on one worker and waits for it: ``call >> compute``."""
         SIGNAL_GUARD.wrap()
-        found = self._pack_solo(call, None)
+        found = self._pack_solo(call, None, waits=True)
         if isinstance(found, PackedCall) and found.yields:
             return self._generate(found, None)  # type: ignore[return-value]
         if emitting:
@@ -430,12 +435,15 @@ class Compute(ShownAsTable):
             watch(started.future, started.processes, call.function.stall, call.function.label, self.events)
         return started.future
 
-    def _pack_solo(self, call: Call[Any], node: Node | None) -> PackedCall | DeviceStream:
-        """The packed call; or the device in whose worker it must run to have its tensors themselves."""
+    def _pack_solo(self, call: Call[Any], node: Node | None, *, waits: bool = False) -> PackedCall | DeviceStream:
+        """The packed call; or the device in whose worker it must run to have its tensors themselves.
+
+        With `waits`, the caller does nothing else until the call has ended.
+        """
         if not self._open or not isinstance(call, Call):
             self._check_call(call)
         if not self._devices.streams:
-            return self._pack(call)
+            return self._pack(call, same_gpus=waits and self._has_same_gpus)
         found, inside = collect(lambda: self._devices.find(call, node))
         if isinstance(found, codec.Payload):
             return self._pack(call, (found, inside))
@@ -443,10 +451,17 @@ class Compute(ShownAsTable):
             raise UsageError("a call with tensors of a remote device cannot be a generator, or pass streams or actors")
         return found
 
-    def _pack(self, call: Call[Any], packed: tuple[codec.Payload, Sequence[Any]] | None = None) -> PackedCall:
+    def _pack(
+        self,
+        call: Call[Any],
+        packed: tuple[codec.Payload, Sequence[Any]] | None = None,
+        *,
+        same_gpus: bool = False,
+    ) -> PackedCall:
         """Packs a call, and syncs the project's files to every host."""
         about = call.function
-        arguments, found = packed or pack_streams(call)
+        same_gpus = same_gpus and not (about.retries or about.gpus)  # then it runs once, with all GPUs
+        arguments, found = packed or pack_streams(call, same_gpus=same_gpus)
         if found:
             self._actors.check(found)
         if about.retries and (about.yields or any(isinstance(one, Stream) for one in found)):
@@ -464,6 +479,7 @@ class Compute(ShownAsTable):
             ahead=about.ahead,
             gpus=about.gpus,
             found=found,
+            same_gpus=same_gpus,
         )
 
     def launch(self, call: Call[Any], *, on: str = "all", name: str | None = None) -> Run:

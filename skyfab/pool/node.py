@@ -508,6 +508,7 @@ def _head(worker: str, call: PackedCall, parts: tuple[messages.Part, ...], *, ea
         each=each,
         streams=call.converses,
         ask=call.batch,
+        same_gpus=call.same_gpus,
     )
 
 

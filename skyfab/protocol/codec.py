@@ -81,9 +81,12 @@ class Packed:
     memory: memoryview
 
 
-def dumps(value: Any, reference: Reference | None = None, *, then: Sequence[Any] = ()) -> Payload:
+def dumps(
+    value: Any, reference: Reference | None = None, *, then: Sequence[Any] = (), same_gpus: bool = False
+) -> Payload:
     """Pickles `value`, `then` others for `loader`. The buffers are views of its memory: keep it until they are sent.
 
+    With `same_gpus`, it is unpickled once, on this machine: large tensors stay on their GPU.
     An object for which `reference` returns a function and its arguments is unpickled as what that function returns.
     Raises whatever pickling raises.
     """
@@ -91,9 +94,14 @@ def dumps(value: Any, reference: Reference | None = None, *, then: Sequence[Any]
         return Payload(pickle.dumps(value, protocol=5))  # faster, and cloudpickle is not needed for these types
     forget_unused()
     beside = _Beside()
-    pickler = _Pickler(beside, reference)
-    for one in (value, *then):
-        pickler.dump(one)
+    pickler = _Pickler(beside, reference, same_gpus)
+    try:
+        for one in (value, *then):
+            pickler.dump(one)
+    except BaseException:
+        for storage in pickler.storages.values():
+            storage.release()
+        raise
     return Payload(b"".join(beside.pieces), beside.buffers, beside.refs or _NO_REFS, beside.kinds or _NO_REFS)
 
 
@@ -217,10 +225,11 @@ def send_by_value(module: Any) -> None:
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
-    def __init__(self, beside: _Beside, reference: Reference | None) -> None:
+    def __init__(self, beside: _Beside, reference: Reference | None, same_gpus: bool) -> None:
         self._reference = reference
+        self._same_gpus = same_gpus
         self._packed = beside.packed
-        self._storages: dict[int, _Storage] = {}
+        self.storages: dict[int, _Storage] = {}
         torch = sys.modules.get("torch")
         self._typed = getattr(getattr(torch, "storage", None), "TypedStorage", None)
         self._untyped = getattr(torch, "UntypedStorage", None)
@@ -258,7 +267,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
 
     def _holder(self, untyped: Any) -> _Storage:
         """One holder per storage, so that pickle's memo sends it once and restores the sharing."""
-        return self._storages.setdefault(untyped._cdata, _Storage(untyped))
+        return self.storages.setdefault(untyped._cdata, _Storage(untyped, self._same_gpus))
 
 
 def _is_plain(kind: type[BaseException]) -> bool:
@@ -290,16 +299,31 @@ def _exception(kind: type[BaseException], args: tuple[Any, ...], state: dict[str
 class _Storage:
     """Stand-in for a torch storage while it is pickled."""
 
-    __slots__ = ("untyped",)
+    __slots__ = ("_same_gpus", "_shared", "untyped")
 
-    def __init__(self, untyped: Any) -> None:
+    def __init__(self, untyped: Any, same_gpus: bool) -> None:
         self.untyped = untyped
+        self._same_gpus = same_gpus
+        self._shared: tuple[Any, ...] | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._same_gpus and self.untyped.device.type == "cuda" and self.untyped.nbytes() >= LARGE:
+            from skyfab.protocol.same_gpus import received, share
+
+            self._shared = share(self.untyped)
+            if self._shared is not None:
+                return received, self._shared
         untyped = self.untyped if self.untyped.device.type == "cpu" else self.untyped.cpu()
         if not untyped.nbytes():
             return _storage, (b"", str(self.untyped.device))
         return _storage, (pickle.PickleBuffer(_mapped(untyped, untyped.nbytes())), str(self.untyped.device))
+
+    def release(self) -> None:
+        """The pickle is not sent."""
+        if self._shared is not None:
+            from skyfab.protocol.same_gpus import release
+
+            release(self._shared)
 
 
 def tensor_memory(tensor: Any) -> memoryview:

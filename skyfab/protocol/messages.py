@@ -198,6 +198,8 @@ class Call(Message):
     """The client and the running call exchange values: see Exchange."""
     ask: int = 0
     """How many values of its generator are asked for with the call: Yielded, before the reply. Only small ones."""
+    same_gpus: bool = False
+    """The client is on the same machine, and waits for the result: that may refer to memory of a GPU."""
 
 
 class Exchange(Message):

@@ -269,7 +269,7 @@ class Worker(context.Client):
                 work = function, [*map(bytearray, buffers)]
                 function = functools.partial(self._elastic.run_elastic_agent, context.instance_info(), work)
                 buffers = [memoryview(codec.dumps((None,)).data)]
-            self._perform(stream, function, buffers)
+            self._perform(stream, function, buffers, same_gpus=call.same_gpus and not self.plain)
 
     def _again(self, parts: Sequence[messages.Part], buffers: Sequence[memoryview]) -> Any:
         """Unpickles the items of a call again, with unmodified blobs from the store."""
@@ -295,7 +295,7 @@ class Worker(context.Client):
         self._item = None
         return time.perf_counter() - began, results
 
-    def _perform(self, stream: int, function: Any, buffers: list[memoryview]) -> None:
+    def _perform(self, stream: int, function: Any, buffers: list[memoryview], *, same_gpus: bool) -> None:
         conversation = None
         try:
             if self._exchanges is not None:
@@ -331,7 +331,10 @@ class Worker(context.Client):
             return
         self.flush()
         try:
-            payload = result if type(result) is codec.Payload else self.encoding.dumps(result)
+            if type(result) is codec.Payload:
+                payload = result
+            else:
+                payload = codec.dumps(result, same_gpus=True) if same_gpus else self.encoding.dumps(result)
         except BaseException as error:  # also KeyboardInterrupt, which would end this process
             self._unpicklable(stream, "the result", type(result).__qualname__, error)
             return

@@ -24,7 +24,6 @@ from skyfab._util.sizes import counted
 from skyfab.cli.command import Detach, Option, command
 from skyfab.cli.script_options import ScriptOptions
 from skyfab.errors import UsageError
-from skyfab.host.phase import without_times
 from skyfab.ui.terminal import LiveLines, clean, is_rich, put
 
 if TYPE_CHECKING:
@@ -238,6 +237,8 @@ def _report(trials: Sequence[Trial], run: Run, results: Results) -> None:
 
 
 def _summary(trials: Sequence[Trial], run: Run) -> str:
+    from skyfab.host.phase import without_times
+
     counts = Counter(trial.state for trial in trials)
     why = next((f"; for GPUs: {part.phase.text}" for part in run.parts if part.phase and part.state == "running"), "")
     why = without_times(clean(why, colour=False))

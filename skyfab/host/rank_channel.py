@@ -130,7 +130,7 @@ class Head:
 
     def push(self, message: Message, rank: int | None = None) -> None:
         """Sends a message to a rank, or to all. Does nothing for one that has gone: `gone` reports it."""
-        for one in sorted(self.ranks) if rank is None else [rank]:
+        for one in sorted(self.ranks, reverse=True) if rank is None else [rank]:  # rank 0 may close when it has it
             with contextlib.suppress(KeyError, OSError):
                 self._ranks[one].send(message)
 

@@ -142,11 +142,19 @@ class _Rank:
                     self._code = code
                     channel.request({"op": "ended", "text": f"{self._words[0]} {command.how_it_ended(code)}"})
         except ChannelLost:
+            self._hear_the_rest(channel)
             if self._program is None or is_server:
                 raise
             return self._program.wait()  # it runs without rank 0, if it can
         assert self._code is not None
         return self._code
+
+    def _hear_the_rest(self, channel: Channel) -> None:
+        """Rank 0 has gone, possibly after it has sent the reason to this rank, which raises it."""
+        with contextlib.suppress(ChannelLost):
+            while message := channel.pushed(0):
+                if message["op"] == "fail":
+                    self._on_fail(message)
 
     def _step(self, message: Message | None) -> None:
         try:

@@ -187,7 +187,7 @@ def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None,
 
     if target == COMMAND:
         if not arguments:
-            raise UsageError("no command to run", hint="put it after --: skyfab run -- hostname")
+            raise UsageError("no command to run", hint=f"put it after --: skyfab {task} -- COMMAND")
         modules = [word for before, word in itertools.pairwise(arguments) if before == "-m"]
         return Path.cwd() / f"-m {' '.join(filter(_is_module, modules))}", ""
     if target.startswith("-m "):

@@ -69,7 +69,7 @@ def serve(
     from skyfab.host.command import execute
     from skyfab.plugins.base import OwnPort
 
-    script, _ = parsed(COMMAND, words)
+    script, _ = parsed(COMMAND, words, task=f"serve {name}")
     port = port or _port_of(ready)
     if not options.no_project:
         hand_over(script)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import os
 import re
 import secrets
 import shlex
@@ -82,6 +83,9 @@ def sweep(
     from skyfab.plugins.base import OwnPort
 
     results = [(csv_, _csv), (json_, _json)]
+    for path in filter(None, (csv_, json_)):
+        if path != "-" and not os.access(Path(path).parent, os.W_OK):
+            raise UsageError(f"cannot write {path}: its folder does not exist, or is not writable")
     if not target.endswith(".py"):
         if resume or values or arguments:
             hint = f"skyfab sweep {shlex.quote(target)} shows it; to resume: the command that began it, with --resume"

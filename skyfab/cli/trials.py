@@ -37,6 +37,9 @@ def trials_of(patterns: Sequence[str], grid: str | None = None) -> list[tuple[st
     count = len(lines) * math.prod(map(len, columns))
     if count > MOST:
         raise UsageError(f"{counted(count, 'trial')}: a sweep has at most {MOST:,}", hint="use fewer values")
+    for option, word in itertools.pairwise(patterns):
+        if count == 1 and option.startswith("-") and "=" not in option and "," in word:
+            raise UsageError(f"{option} {word} is one trial", hint=f"to try each value: {option}={word}")
     found = [(*line, *words) for line in lines for words in itertools.product(*columns)]
     if len(set(found)) < count:
         ((twice, _),) = Counter(found).most_common(1)

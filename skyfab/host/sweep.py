@@ -19,7 +19,7 @@ import time
 from skyfab import context
 from skyfab.errors import SkyfabError
 from skyfab.host import phase
-from skyfab.host.command import start
+from skyfab.host.command import how_it_ended, start
 from skyfab.host.gpu_locks import Claim, look
 from skyfab.host.rank_channel import Channel, Head
 
@@ -103,7 +103,12 @@ def sweep(plan: dict[str, Any]) -> None:
 
     for trial in plan["trials"]:
         note(trial)
-    driver = Driver(plan, note)
+
+    def note_own(trial: Trial) -> None:
+        with contextlib.suppress(OSError):  # a full disk: rank 0 notes the end too
+            note(trial)
+
+    driver = Driver(plan, note_own)
     signal.signal(signal.SIGTERM, lambda *_: driver.stop())
     if info.rank:
         driver.run()
@@ -262,7 +267,8 @@ class Driver:
             code = program.wait()
             self._groups.discard(program.pid)
             if code:
-                error = _last_line(f"{folder}/log.txt")
+                full = os.statvfs(folder).f_bavail == 0
+                error = "no space left on its disk" if full else _last_line(f"{folder}/log.txt") or how_it_ended(code)
         except (OSError, SkyfabError) as failure:  # no space, or no permission
             code, error = 1, str(failure)
         ended = {**trial, "state": "failed" if code else "done", "code": code, "error": error}

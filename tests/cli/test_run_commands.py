@@ -79,7 +79,7 @@ def test_a_module_of_the_hosts_own_python_runs(project: Path, lab: Lab) -> None:
         (["-m", "no_such_module"], 1, "No module named no_such_module"),
         (["-m", "package/main.py"], 2, "error: not the name of a module: package/main.py\n"),
         (["-m"], 2, "error: not the name of a module: \nhint: skyfab run -m package.module\n"),
-        (["--"], 2, "error: no command to run\nhint: put it after --: skyfab run -- hostname\n"),
+        (["--"], 2, "error: no command to run\nhint: put it after --: skyfab run -- COMMAND\n"),
         (["--", "sh", "-c", "exit 3"], 1, "sh ended with exit code 3"),
         (["--", "sh", "-c", "kill -9 $$"], 1, "sh was ended by SIGKILL"),
         (["--", "no-such-program", "x"], 1, "error: local[0]: command not found: no-such-program"),

@@ -50,6 +50,7 @@ def test_what_a_pattern_stands_for(pattern: str, values: list[str]) -> None:
         (["seed=1..100000000000000000000"], "more than 10,000 trials"),
         (["seed=1..200", "lr=1..200"], "40,000 trials: a sweep has at most 10,000"),
         (["lr=1,1"], "the same trial twice: lr=1"),
+        (["--lr", "0.1,0.2"], "--lr 0.1,0.2 is one trial"),
     ],
 )
 def test_what_gives_no_trial_or_too_many_is_an_error(patterns: list[str], message: str) -> None:

@@ -453,3 +453,26 @@ def test_a_sweep_waits_for_gpus_that_a_run_holds_and_others_do_its_trials(projec
     project.sweep("alone", "-f")
     assert "node1" in project.spot.notes("used.0")
     assert '"run"' not in project.type("skyfab hosts --hosts=node1 --json")
+
+
+def test_a_file_of_results_that_cannot_be_written_is_an_error_before_anything_starts(project: Project) -> None:
+    project.sweep("trial.py", "seed=1", "--csv=missing/all.csv", code=2)
+    assert "cannot write missing/all.csv: its folder does not exist, or is not writable" in project.said
+    assert not project.begun()
+
+
+def test_a_trial_that_fails_without_a_word_says_how_it_ended(project: Project) -> None:
+    (project.folder / "silent.py").write_text("import os, sys\nos._exit(int(sys.argv[1].partition('=')[2]))\n")
+    project.sweep("silent.py", "code=3", "--json=all.json", code=1)
+    (trial,) = json.loads((project.folder / "all.json").read_text())
+    assert (trial["state"], trial["error"]) == ("failed", "ended with exit code 3")
+
+
+def test_a_trial_that_fails_because_the_disk_is_full_says_so(project: Project) -> None:
+    host = project.hosts[0]
+    host.small_disk("/scratch", 4)
+    text = 'import os\nos.makedirs("out")\nopen("out/data", "wb").write(bytes(8 << 20))\n'
+    (project.folder / "filler.py").write_text(text)
+    project.sweep("filler.py", "size=1", "--workdir=/scratch", "--hosts=node1", "--json=all.json", code=1)
+    (trial,) = json.loads((project.folder / "all.json").read_text())
+    assert (trial["state"], trial["error"]) == ("failed", "no space left on its disk")

@@ -57,7 +57,8 @@ _REFERENCES: Final = 4
 def forget_unused() -> None:
     """Forgets the names of bytes objects that nobody else refers to, so that their memory is free."""
     for key in list(_known):
-        if sys.getrefcount(_known[key][0]) <= 2:
+        found = _known.get(key)  # another thread may have removed it
+        if found is not None and sys.getrefcount(found[0]) <= 2:
             _known.pop(key, None)
 
 

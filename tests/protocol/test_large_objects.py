@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -160,3 +162,17 @@ def test_an_object_larger_than_memory_is_a_clear_error() -> None:
     assembly = Assembly([["bytes", 2**60]])
     with pytest.raises(ProtocolError, match="not enough memory for a part of 1152921504606846976 bytes"):
         assembly.place(10)
+
+
+def test_several_threads_forget_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {number: (bytes([number % 256]) * 64 + str(number).encode(), "name") for number in range(20_000)}
+    monkeypatch.setattr(blobs, "_known", kept)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(blobs.forget_unused) for _ in range(4)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not kept

@@ -159,7 +159,8 @@ class Relay:
 
         def relay(lacking: Sequence[Node]) -> None:
             try:
-                self._send(content, lacking, done=done)
+                if lacking:
+                    self._send(content, lacking, done=done)
             finally:
                 for node in nodes:
                     done(node, HostUnfit("not relayed", host=node.name))

@@ -331,10 +331,8 @@ class Worker(context.Client):
             return
         self.flush()
         try:
-            if type(result) is codec.Payload:
-                payload = result
-            else:
-                payload = codec.dumps(result, same_gpus=True) if same_gpus else self.encoding.dumps(result)
+            encode = functools.partial(codec.dumps, same_gpus=True) if same_gpus else self.encoding.dumps
+            payload = result if type(result) is codec.Payload else encode(result)
         except BaseException as error:  # also KeyboardInterrupt, which would end this process
             self._unpicklable(stream, "the result", type(result).__qualname__, error)
             return

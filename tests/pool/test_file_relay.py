@@ -31,8 +31,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "here"
 
 
-@sky.function
-def state(folder: str) -> dict[str, tuple[int, int, int, int]]:
+def listed(folder: str) -> dict[str, tuple[int, int, int, int]]:
     """Of all files: the hash of their content, mode, time and size."""
     import zlib
 
@@ -42,6 +41,9 @@ def state(folder: str) -> dict[str, tuple[int, int, int, int]]:
             about = path.stat()
             found[str(path)] = (zlib.crc32(path.read_bytes()), about.st_mode, about.st_mtime_ns, about.st_size)
     return found
+
+
+state = sky.function(listed)
 
 
 def left(lab: Lab) -> int:
@@ -67,7 +69,7 @@ def test_files_leave_this_machine_once(lab: Lab, pool: sky.Compute, here: Path) 
     reports = pool.upload("data")
     assert left(lab) - before < 1.15 * size
     cancel()
-    assert state.local("data") != {} and state("data") @ pool == [state.local("data")] * 4
+    assert listed("data") != {} and state("data") @ pool == [listed("data")] * 4
     assert [(one.sent, one.files, one.sent_size, one.skipped) for one in reports] == [(303, 303, size, [])] * 4
     assert not [event for event in events if isinstance(event, Notice)]
     for node in pool.hosts:
@@ -78,39 +80,37 @@ def test_files_leave_this_machine_once(lab: Lab, pool: sky.Compute, here: Path) 
 
 
 def test_a_single_file_and_hosts_that_lack_different_ones(lab: Lab, pool: sky.Compute, here: Path) -> None:
-    write(here / "data/one", 6 * MIB)
-    write(here / "data/two", 7 * MIB)
+    write(here / "parts/one", 6 * MIB)
+    write(here / "parts/two", 7 * MIB)
     before = left(lab)
-    assert [one.sent for one in pool.upload("data/one", on="node[1-2]")] == [1, 1]
-    assert [one.sent for one in pool.upload("data/two", on="node[3-4]")] == [1, 1]
+    assert [one.sent for one in pool.files.upload("parts/one", None, pool.hosts[:2])] == [1, 1]
+    assert [one.sent for one in pool.files.upload("parts/two", None, pool.hosts[2:])] == [1, 1]
     assert left(lab) - before < 1.15 * 13 * MIB
-    write(here / "data/three", 5 * MIB)
+    write(here / "parts/three", 5 * MIB)
     before = left(lab)
-    assert [one.sent for one in pool.upload("data")] == [2] * 4
+    assert [one.sent for one in pool.upload("parts")] == [2] * 4
     assert left(lab) - before < 1.15 * 18 * MIB
-    assert state("data") @ pool == [state.local("data")] * 4
-    write(here / "data/four", 5 * MIB)
+    assert state("parts") @ pool == [listed("parts")] * 4
+    write(here / "parts/four", 5 * MIB)
     before = left(lab)
-    assert [one.sent for one in pool.upload("data/four", to="renamed", on="head")] == [1], "one host alone"
+    assert [one.sent for one in pool.upload("parts/four", to="renamed", on="head")] == [1], "one host alone"
     assert left(lab) - before < 1.15 * 5 * MIB
 
 
 def test_newer_files_of_a_host_stay(lab: Lab, pool: sky.Compute, here: Path) -> None:
-    write(here / "data/model", 6 * MIB)
+    write(here / "newer/model", 6 * MIB)
     pool.files.lay_out(here, pool.hosts)
-    name = state("data") @ pool
-    assert [*name[0]] == ["data/model"]
 
     @sky.function
     def change() -> None:
-        Path("data/model").write_bytes(b"newer")
+        Path("newer/model").write_bytes(b"newer")
 
     pool.submit(change(), on="node2").result()
-    write(here / "data/model", 6 * MIB + 1)
-    os.utime(here / "data/model", (1_700_000_000, 1_700_000_000))
+    write(here / "newer/model", 6 * MIB + 1)
+    os.utime(here / "newer/model", (1_700_000_000, 1_700_000_000))
     _, reports = pool.files.lay_out(here, pool.hosts)
-    assert [one.skipped for one in reports] == [[], [("data/model", "newer on the host: kept")], [], []]
-    kept = pool.submit(sky.function(Path.read_bytes)(Path("data/model")), on="node2").result()
+    assert [one.skipped for one in reports] == [[], [("newer/model", "newer on the host: kept")], [], []]
+    kept = pool.submit(sky.function(Path.read_bytes)(Path("newer/model")), on="node2").result()
     assert kept == b"newer"
-    found = state("data") @ pool
-    assert [found[place] == state.local("data") for place in range(4)] == [True, False, True, True]
+    found = state("newer") @ pool
+    assert [found[place] == listed("newer") for place in range(4)] == [True, False, True, True]

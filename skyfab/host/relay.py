@@ -29,6 +29,8 @@ DAMAGED, BROKEN, ENDED = "damaged", "broken", "ended"
 HASH: Final = 32
 """Bytes of a chunk's hash."""
 _MIB: Final = 1 << 20
+_NEAR: Final = 3.0
+"""Seconds for a connection to another host. A transfer waits for it, although this host may reach no other one."""
 _AHEAD: Final = 3
 """Chunks that are asked for at a time, so that none waits for a message to its sender."""
 
@@ -99,7 +101,7 @@ class HostRelay:
         """From now on, takes chunks from another host. Returns False if it cannot be reached."""
         self._leave_source()
         channel = Channel(peer, *self._keys)
-        if not channel.connect(endpoints):
+        if not channel.connect(endpoints, _NEAR):
             channel.close()
             return False
         thread = threading.Thread(target=self._pull, args=(channel,), daemon=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -14,28 +15,30 @@ from benchmarks.sample import Sample, alternate
 from skyfab.inventory.host import Host
 
 _MANY = 16
+_THERE = "/tmp/skyfab-bench-relayed"
 
 
 class Relayed:
     name = "relay"
-    about = "an object of 256 MiB as argument of @: bytes that leave for 4 hosts; 16 hosts at 100 Mbit/s against one"
+    about = "256 MiB as argument of @ and as files: bytes that leave for 4 hosts; 16 hosts at 100 Mbit/s against one"
 
     def run(self, arena: Arena) -> Iterator[Result]:
         if arena.lab.kind != "namespace":
             raise Skip("links of this lab cannot be measured")
         size = arena.scale.relayed << 20
         counter = Path(f"/sys/class/net/{arena.first_machine.network.bridge}/statistics/tx_bytes")
-        before = int(counter.read_text())
-        _seconds(arena, arena.hosts, size)
-        yield Result(
-            row=self.name,
-            what=f"{arena.scale.relayed} MiB to {len(arena.hosts)} hosts, bytes that leave",
-            unit="MB",
-            ours=Sample.of((int(counter.read_text()) - before) / 1e6),
-            baseline=Sample.of(size / 1e6),
-            against="its size",
-            bar=Bar(1.1),
-        )
+        for what, send in (("", _seconds), (" of files", _put)):
+            before = int(counter.read_text())
+            send(arena, arena.hosts, size)
+            yield Result(
+                row=self.name,
+                what=f"{arena.scale.relayed} MiB{what} to {len(arena.hosts)} hosts, bytes that leave",
+                unit="MB",
+                ours=Sample.of((int(counter.read_text()) - before) / 1e6),
+                baseline=Sample.of(size / 1e6),
+                against="its size",
+                bar=Bar(1.1),
+            )
         crowd = arena.crowd()
         machines, many = crowd.lab.hosts[:_MANY], crowd.hosts[:_MANY]
         for machine in machines:
@@ -56,3 +59,17 @@ def _seconds(arena: Arena, hosts: Sequence[Host], size: int) -> float:
         began = time.perf_counter()
         swallow(content) @ compute
         return time.perf_counter() - began
+
+
+def _put(arena: Arena, hosts: Sequence[Host], size: int) -> None:
+    """A folder: most of it is large files, an eighth small ones."""
+    with tempfile.TemporaryDirectory() as here, arena.pool(*hosts) as compute:
+        for number in range(7):
+            (Path(here) / f"large{number}").write_bytes(os.urandom(size // 8))
+        for number in range(256):
+            (Path(here) / f"small{number}").write_bytes(os.urandom(size // 8 // 256))
+        try:
+            compute.upload(here, to=_THERE)
+        finally:
+            for machine in arena.lab.hosts:
+                machine.run(["rm", "-rf", _THERE])

@@ -75,7 +75,7 @@ class RelayWorker:
         self._sizes = [end - start for _, start, end in chunks_of([size for _, size in items])]
         lacking = [number for number, name in enumerate(self._names) if name not in self._host.blobs]
         self.at = 0 if lacking else len(self._sizes)
-        return (lacking,)
+        return ([[number, 0] for number in lacking],)
 
     def _on_listen(self, stream: int, peer: str, addresses: Sequence[str]) -> tuple[Any]:
         port = self._agent.new_port()

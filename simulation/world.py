@@ -18,7 +18,7 @@ from simulation import functions
 from simulation.host import Figures, SimulatedHost, SimulatedTransport
 from simulation.network import Network, Os, Select
 from simulation.threads import Loop, Threading, Time
-from skyfab.pool import compute, files, host_choice, nodes, relay, rendezvous
+from skyfab.pool import chain, compute, file_worker, host_choice, nodes, rendezvous
 from skyfab.pool.node import Node
 from skyfab.pool.task import Task
 from skyfab.session import backoff, bootstrap, reader, shell, timing
@@ -88,8 +88,8 @@ class World:
             (reader, "os", Os(self.network)),
             (shell, "select", select),
             (nodes, "make_room", lambda hosts: None),
-            (files, "_workers", itertools.count(1)),
-            (relay, "new_certificate", lambda: ("certificate", "key")),
+            (file_worker, "_workers", itertools.count(1)),
+            (chain, "new_certificate", lambda: ("certificate", "key")),
             *((module, "secrets", words) for module in (nodes, rendezvous)),
             *((module, "random", chance) for module in (backoff, logins)),
             *((module, "transport_for", self._transport) for module in (host_choice, nodes)),

@@ -178,11 +178,30 @@ class Target:
 
     def begin(self, number: int) -> tuple[int, str]:
         """Opens the draft of a large file: how much of it an earlier transfer has left, and its digest."""
+        draft = self.draft(number)
+        return draft.size, digest_of(draft.fd, draft.size) if draft.size else ""
+
+    def draft(self, number: int) -> Draft:
+        """Opens the draft of a large file, which `piece` writes to."""
         entry = self._file(number)
         draft = self._drafts[number] = Draft(*self._place(entry), entry.mode)
         if draft.size > entry.size:
             draft.cut(0)
-        return draft.size, digest_of(draft.fd, draft.size) if draft.size else ""
+        return draft
+
+    def leave(self, number: int) -> None:
+        """Closes the draft of a large file, if it is open, and leaves it to whoever begins the file again."""
+        if number in self._drafts:
+            self._drafts.pop(number).close()
+
+    def begun(self, number: int) -> int:
+        """How many bytes of a large file an earlier transfer has left."""
+        folder, name = self._place(self._file(number))
+        return self._size(folder, part_of(name))
+
+    def place(self, number: int) -> bytes:
+        """The path of a file."""
+        return os.path.join(self.path, self._file(number).path)
 
     def piece(self, number: int, at: int, data: Buffer) -> None:
         """The next piece of a large file; with the last one it is complete."""

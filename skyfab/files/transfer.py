@@ -20,7 +20,7 @@ from skyfab.files.target import EQUAL_SIZE, NEWER, Target
 
 _AHEAD: Final = 16
 """Requests that are sent ahead: to read packs and pieces, and as many to write them."""
-_FILES: Final = 512
+FILES: Final = 512
 """Files of one pack."""
 _PACK: Final = 2 * SMALL
 """Bytes of one pack at most: files may have grown since they were listed."""
@@ -150,13 +150,16 @@ class Transfer:
         self._is_changed = self._is_cut = False
         """The large file that is being sent was changed, or made shorter, since it was opened."""
 
-    def run(self, fits: Callable[[int], None]) -> None:
-        """Moves everything. `fits` is called with the bytes that are needed, and raises if they do not fit."""
+    def run(self, fits: Callable[[int], None], relay: Callable[[list[int]], list[int]] = list) -> None:
+        """Moves everything. `fits` is called with the bytes that are needed, and raises if they do not fit.
+
+        `relay` may have other hosts send files. It returns the numbers of those that are still needed.
+        """
         wanted = self._compare()
         self._total = sum(self._size(number) for number, _ in wanted)
         fits(sum(self._size(number) - there for number, there in wanted))
         self._progress(0, self._total)
-        numbers = [number for number, _ in wanted]
+        numbers = relay([number for number, _ in wanted])
         if not self._in_order:
             numbers.sort(key=self._is_large)
         for is_large, some in groupby(numbers, self._is_large):
@@ -165,6 +168,20 @@ class Transfer:
             self._wait_for_writing(0)
         self._target.ask("finish").result()
         self._progress(self._total, self._total)
+
+    def listed(self, number: int) -> tuple[int, int]:
+        """The size and time of a file."""
+        return self._size(number), self._rows[number][3]
+
+    def arrived(self, size: int) -> None:
+        """The target was sent bytes by a relay."""
+        self.report.sent_size += size
+        self._advance(size)
+
+    def relayed(self, numbers: Sequence[int], received: int) -> None:
+        """The target has these files from a relay, of which `received` bytes have arrived."""
+        self.report.sent += len(numbers)
+        self._advance(sum(map(self._size, numbers)) - received)  # less if a part of others has come, which is resumed
 
     def _size(self, number: int) -> int:
         size: int = self._rows[number][2]
@@ -226,7 +243,7 @@ class Transfer:
         pack: list[int] = []
         room = SMALL
         for number in numbers:
-            if pack and (self._size(number) > room or len(pack) == _FILES):
+            if pack and (self._size(number) > room or len(pack) == FILES):
                 self._read("pack", pack, _PACK)
                 pack, room = [], SMALL
             pack.append(number)

@@ -121,8 +121,8 @@ class Channel:
             if other is not self._socket:
                 _stop(other)  # its thread ends
 
-    def connect(self, endpoints: Sequence[tuple[str, int]]) -> bool:
-        """Tries all endpoints (address, port) at once. Returns whether it reached the other end."""
+    def connect(self, endpoints: Sequence[tuple[str, int]], seconds: float = 2 * TIMEOUT) -> bool:
+        """Tries all endpoints (address, port) at once. Returns whether it reached the other end in time."""
         context = self._context(server=False)
         missing = len(endpoints)
 
@@ -140,7 +140,7 @@ class Channel:
         for endpoint in endpoints:
             threading.Thread(target=call, args=(endpoint,), daemon=True).start()
         with self._changed:
-            self._changed.wait_for(lambda: self._socket is not None or not missing, 2 * TIMEOUT)
+            self._changed.wait_for(lambda: self._socket is not None or not missing, seconds)
             return self._socket is not None
 
     def _shake_hands(self, other: ssl.SSLSocket) -> None:

@@ -1,6 +1,5 @@
 """The worker of a relay on one host: takes chunks from a neighbor or the client, and passes them on while they arrive.
 
-Each item is content of the host's store, named by its sha256, and is written into a draft that is mapped into memory.
 Items are divided into chunks, which come in the order of their numbers and are checked by their hashes. So what a host
 has is one number: that of the first chunk that it lacks.
 """
@@ -23,21 +22,30 @@ from skyfab.protocol.blobs import check_name, name_of
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from skyfab.protocol.frames import Buffer
+
 DAMAGED, BROKEN, ENDED = "damaged", "broken", "ended"
 """Why a host gets no more chunks: the last one does not have its hash; the connection has ended; the relay has."""
 HASH: Final = 32
 """Bytes of a chunk's hash."""
 _MIB: Final = 1 << 20
+_NEAR: Final = 3.0
+"""Seconds for a connection to another host. A transfer waits for it, although this host may reach no other one."""
 _AHEAD: Final = 3
 """Chunks that are asked for at a time, so that none waits for a message to its sender."""
 
 
-def chunks_of(sizes: Sequence[int]) -> list[tuple[int, int, int]]:
+def step_of(size: int) -> int:
+    """The size of the chunks of items with so much content together: 1 to 4 MiB."""
+    return max(_MIB, min(4 * _MIB, size // 256)) & -4096
+
+
+def chunks_of(sizes: Sequence[int], step: int = 0) -> list[tuple[int, int, int]]:
     """The chunks of items that have these sizes: the item's number, and where the chunk begins and ends in it.
 
-    They have 1 to 4 MiB; the last one of an item has less.
+    The last one of an item is smaller.
     """
-    step = max(_MIB, min(4 * _MIB, sum(sizes) // 256)) & -4096
+    step = step or step_of(sum(sizes))
     return [(item, start, min(start + step, size)) for item, size in enumerate(sizes) for start in range(0, size, step)]
 
 
@@ -51,51 +59,41 @@ def measure(names: Sequence[str]) -> tuple[list[int], str]:
 class HostRelay:
     """What one host has of a relay, where it takes the rest from, and the hosts that take it from here."""
 
-    def __init__(self, items: Sequence[tuple[str, int]], hashes: bytes, keep: bool, keys: tuple[str, str]) -> None:
-        """`items` are names and sizes. Those that the store lacks get drafts of their full size. Raises OSError.
-
-        With `keep` they are stored in the cache, else with the pool. `keys` are the certificate and key of channels.
-        """
-        self._names = [check_name(name) for name, _ in items]
-        self._chunks = chunks_of([size for _, size in items])
+    def __init__(self, chunks: Sequence[tuple[int, int, int]], hashes: bytes, keys: tuple[str, str]) -> None:
+        """`keys` are the certificate and key of channels."""
+        self._chunks = chunks
         self._hashes = hashes
         self._keys = keys
-        self._folder = own_stores()[1 if keep else 0]
-        self.drafts: dict[int, str] = {}
-        """Paths of drafts for the items that the store lacks, by the number of the item."""
-        self._areas: list[memoryview] = []
         self._changed = threading.Condition()
         self._source: tuple[Channel, threading.Thread] | None = None
         self._problem = ""
-        atexit.register(self.close)
-        for number, (name, size) in enumerate(items):
-            self._areas.append(_found(name, size) or self._draft(number, name, size))
-        self._missing = [number for number, (item, _, _) in enumerate(self._chunks) if item in self.drafts]
+        self._error: OSError | None = None
+        self._missing: Sequence[int] = ()
         self._count = 0
         """How many of the missing ones have come."""
+        atexit.register(self.close)
 
-    def _draft(self, number: int, name: str, size: int) -> memoryview:
-        os.makedirs(self._folder, mode=0o700, exist_ok=True)
-        fd, self.drafts[number] = tempfile.mkstemp(prefix=f".{name[:16]}-", dir=self._folder)
-        try:
-            if hasattr(os, "posix_fallocate") and size:  # a full disk is found now, not in the middle
-                os.posix_fallocate(fd, 0, size)
-            os.truncate(fd, size)
-            return map_file(fd, size, shared=True)
-        except BaseException:
-            self.close()
-            raise
-        finally:
-            os.close(fd)
+    # ---- what items are
+
+    def _area(self, number: int) -> memoryview:
+        """Memory to receive a chunk into."""
+        raise NotImplementedError
+
+    def _keep(self, number: int, area: memoryview) -> None:
+        """A chunk has come, and is right. Raises OSError."""
+
+    def _content(self, number: int) -> memoryview | str:
+        """A chunk that has come, or why it is not there."""
+        return self._area(number)
+
+    def _skip(self, number: int) -> None:
+        """The source does not have a chunk."""
+        raise ChannelBroken("it has nothing to send")
 
     @property
     def _at(self) -> int:
         """The first chunk that it lacks."""
         return self._missing[self._count] if self._count < len(self._missing) else len(self._chunks)
-
-    def _view(self, number: int) -> memoryview:
-        item, start, end = self._chunks[number]
-        return self._areas[item][start:end]
 
     # ---- receiving
 
@@ -103,7 +101,7 @@ class HostRelay:
         """From now on, takes chunks from another host. Returns False if it cannot be reached."""
         self._leave_source()
         channel = Channel(peer, *self._keys)
-        if not channel.connect(endpoints):
+        if not channel.connect(endpoints, _NEAR):
             channel.close()
             return False
         thread = threading.Thread(target=self._pull, args=(channel,), daemon=True)
@@ -123,22 +121,39 @@ class HostRelay:
             while wanted := self._missing[self._count : self._count + _AHEAD]:
                 for number in wanted:
                     channel.ask(number)
-                channel.receive(wanted[0], self._view(wanted[0]))
-                if not self._check(wanted[0]):
+                area = self._area(wanted[0])
+                try:
+                    channel.receive(wanted[0], area)
+                except NotSent:
+                    self._skip(wanted[0])
+                    continue
+                if not self._check(wanted[0], area):
                     break
-        except (ChannelBroken, NotSent):
+        except ChannelBroken:
             self._stop(BROKEN)
         channel.close()
 
-    def _check(self, number: int) -> bool:
+    def _check(self, number: int, area: memoryview) -> bool:
         """Accepts a chunk that has come, if it has its hash."""
-        if hashlib.sha256(self._view(number)).digest() != self._hashes[HASH * number : HASH * (number + 1)]:
+        if not self._is_right(number, area):
             self._stop(DAMAGED)
             return False
+        try:
+            self._keep(number, area)
+        except OSError as error:
+            self._error = error
+            self._stop(BROKEN)
+            return False
+        self._came()
+        return True
+
+    def _is_right(self, number: int, area: Buffer) -> bool:
+        return hashlib.sha256(area).digest() == self._hashes[HASH * number : HASH * (number + 1)]
+
+    def _came(self) -> None:
         with self._changed:
             self._count += 1
             self._changed.notify_all()
-        return True
 
     def _stop(self, problem: str) -> None:
         with self._changed:
@@ -146,21 +161,91 @@ class HostRelay:
             self._changed.notify_all()
 
     def chunk(self, number: int, data: memoryview) -> tuple[int, str, int]:
-        """Takes a chunk from the client, if it is the next one."""
+        """Takes a chunk from the client, if it is the next one. Without data, the client does not have it."""
         self._leave_source()
-        if number == self._at:
-            self._view(number)[:] = data
-            self._check(number)
+        if number == self._at and not data:
+            self._skip(number)
+        elif number == self._at:
+            area = self._area(number)
+            area[:] = data
+            self._check(number, area)
         return self.look(0)
 
     def look(self, seconds: float) -> tuple[int, str, int]:
         """The first chunk that it lacks, why it gets no more, and how many bytes its source has sent.
 
-        Waits until it has all chunks or gets no more, or for a while.
+        Waits until it has all chunks or gets no more, or for a while. Raises OSError if it could not write one.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._problem or self._at == len(self._chunks), seconds)
+            if self._error is not None:
+                raise self._error
             return self._at, self._problem, self._source[0].received if self._source is not None else 0
+
+    # ---- sending
+
+    def listen(self, peer: str, addresses: Sequence[str]) -> list[int]:
+        """Waits for a host that takes chunks from here. Returns the ports at these addresses; 0 where there is none."""
+        channel = Channel(peer, *self._keys)
+        ports = channel.listen(addresses)
+        channel.serve(self._next)
+        return ports
+
+    def _next(self, number: int) -> memoryview | str:
+        """Waits for a chunk that another host asks for."""
+        if not 0 <= number < len(self._chunks):
+            raise ConnectionError("no such chunk")
+        with self._changed:
+            self._changed.wait_for(lambda: number < self._at or self._problem == ENDED)
+        if number >= self._at:
+            raise ConnectionError("closed")
+        return self._content(number)
+
+    def close(self) -> None:
+        """Ends all that wait."""
+        self._stop(ENDED)
+
+
+class StoreRelay(HostRelay):
+    """Items are content of the host's store, named by its sha256. Those that come are written into drafts in memory."""
+
+    def __init__(self, items: Sequence[tuple[str, int]], hashes: bytes, keep: bool, keys: tuple[str, str]) -> None:
+        """`items` are names and sizes. Those that the store lacks get drafts of their full size. Raises OSError.
+
+        With `keep` they are stored in the cache, else with the pool.
+        """
+        super().__init__(chunks_of([size for _, size in items]), hashes, keys)
+        self._names = [check_name(name) for name, _ in items]
+        self._folder = own_stores()[1 if keep else 0]
+        self.drafts: dict[int, str] = {}
+        """Paths of drafts for the items that the store lacks, by the number of the item."""
+        self._areas: list[memoryview] = []
+        for number, (name, size) in enumerate(items):
+            self._areas.append(_found(name, size) or self._draft(number, name, size))
+        self._missing = [number for number, (item, _, _) in enumerate(self._chunks) if item in self.drafts]
+
+    @property
+    def lacks(self) -> list[tuple[int, int]]:
+        """Numbers of items, each with how much of it is there."""
+        return [(item, 0) for item in sorted(self.drafts)]
+
+    def _draft(self, number: int, name: str, size: int) -> memoryview:
+        os.makedirs(self._folder, mode=0o700, exist_ok=True)
+        fd, self.drafts[number] = tempfile.mkstemp(prefix=f".{name[:16]}-", dir=self._folder)
+        try:
+            if hasattr(os, "posix_fallocate") and size:  # a full disk is found now, not in the middle
+                os.posix_fallocate(fd, 0, size)
+            os.truncate(fd, size)
+            return map_file(fd, size, shared=True)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            os.close(fd)
+
+    def _area(self, number: int) -> memoryview:
+        item, start, end = self._chunks[number]
+        return self._areas[item][start:end]
 
     def commit(self, verify: bool) -> None:
         """All drafts are complete: makes them items of the store. With `verify`, hashes them once more as a whole."""
@@ -177,27 +262,9 @@ class HostRelay:
                 os.replace(draft, target)
             del self.drafts[number]
 
-    # ---- sending
-
-    def listen(self, peer: str, addresses: Sequence[str]) -> list[int]:
-        """Waits for a host that takes chunks from here. Returns the ports at these addresses; 0 where there is none."""
-        channel = Channel(peer, *self._keys)
-        ports = channel.listen(addresses)
-        channel.serve(self._next)
-        return ports
-
-    def _next(self, number: int) -> memoryview:
-        """Waits for a chunk that another host asks for."""
-        view = self._view(number)
-        with self._changed:
-            self._changed.wait_for(lambda: number < self._at or self._problem == ENDED)
-        if number >= self._at:
-            raise ConnectionError("closed")
-        return view
-
     def close(self) -> None:
-        """Deletes the drafts that are left, and ends all that wait."""
-        self._stop(ENDED)
+        """Deletes the drafts that are left."""
+        super().close()
         for draft in self.drafts.values():
             with contextlib.suppress(OSError):
                 os.unlink(draft)

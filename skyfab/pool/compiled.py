@@ -23,7 +23,7 @@ from skyfab.files.entries import walk
 from skyfab.files.source import Source
 from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Side, Transfer, check
-from skyfab.pool.files import Remote
+from skyfab.pool.file_worker import Remote
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.session.fanout import Raised, for_each_host
 from skyfab.ui.events import CallEnded, Event, Events

@@ -195,8 +195,8 @@ class Compute(ShownAsTable):
         self._broadcasts = Broadcasts(self._images, ranks, self._nodes.job, timing, self.events, untrusted=untrusted)
         self._devices = Devices(self._nodes.solo_spec, self._images.plugins, self.events, untrusted=untrusted)
         self._actors = Actors(self._scheduler.gpus, self._images.plugins, self.events, untrusted=untrusted)
-        self.files = Files(self._nodes.solo_spec, self.events)
         self.relay = self._broadcasts.relay = self._sync.relay = Relay(self._nodes.solo_spec, self.events)
+        self.files = Files(self._nodes.solo_spec, self.relay)
         self._forwards = Forwards(self.events)
         self._mirrors: list[Mirror] = []
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()

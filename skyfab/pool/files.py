@@ -4,38 +4,29 @@ from __future__ import annotations
 
 import errno
 import functools
-import itertools
-import json
 import os
-import pickle
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
-from skyfab._util.signals import SIGNAL_GUARD
 from skyfab._util.sizes import readable
-from skyfab.calls.call import as_function
 from skyfab.calls.gitignore import as_git, is_kept
-from skyfab.calls.pack import PackedCall, PackedFunction, pack_function
 from skyfab.calls.project import note_laid_out
-from skyfab.calls.results import unpack_result
-from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, SkyfabError, UsageError
-from skyfab.files.entries import FOLDER, LINK, MOST_ENTRIES, Entry, name, walk
+from skyfab.errors import ProtocolError, SkyfabError, UsageError
+from skyfab.files.entries import FOLDER, LINK, Entry, name, walk
 from skyfab.files.source import Source, and_above, expected
-from skyfab.files.target import Target, is_at
-from skyfab.files.transfer import Here, Ready, Report, Side, Transfer, check
-from skyfab.host.ask.files import serve
+from skyfab.files.target import Target
+from skyfab.files.transfer import Here, Report, Side, Transfer, check
+from skyfab.pool.file_relay import SharedUpload
+from skyfab.pool.file_worker import Remote, unfit
 from skyfab.pool.futures import refuse_to_block
 from skyfab.pool.node import Node, WorkerSpec
-from skyfab.protocol import codec, messages
+from skyfab.pool.relay import Relay
 from skyfab.session.fanout import Raised, for_each_host, one_error
-from skyfab.session.replies import Reply
-from skyfab.ui.events import Events, Moved, Notice
+from skyfab.ui.events import Moved, Notice
 
 if TYPE_CHECKING:
     from skyfab.files.entries import Skip
@@ -44,10 +35,6 @@ _PACE: Final = 0.1
 """Seconds between two events of progress."""
 _SHOWN: Final = 20
 """Paths that are left out and shown."""
-_FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-_FULL_HINT: Final = "free some space on it, or send to another disk (to=…, --to=…)"
-_AGAIN: Final = "run it again: it resumes where it stopped"
-_workers = itertools.count(1)
 AnyPath = str | os.PathLike[str]
 
 
@@ -59,9 +46,10 @@ def local_path(path: AnyPath) -> Path:
 class Files:
     """The transfers of a pool."""
 
-    def __init__(self, spec_of: Callable[[Node, str], WorkerSpec], events: Events) -> None:
+    def __init__(self, spec_of: Callable[[Node, str], WorkerSpec], relay: Relay) -> None:
         self._spec_of = spec_of
-        self._events = events
+        self._relay = relay
+        self._events = relay.events
 
     def upload(self, path: AnyPath, to: AnyPath | None, nodes: Sequence[Node]) -> list[Report]:
         """Copies a file or folder to hosts. Raises OSError for what cannot be read here."""
@@ -109,10 +97,14 @@ class Files:
         *,
         laid_out: Path | None = None,
     ) -> list[Report]:
+        remotes = {node: Remote(node, self._spec_of(node, ""), claims=True) for node in nodes}
+        shared = SharedUpload(self._relay, nodes)
+
         def send(node: Node, stopped: threading.Event) -> Report:
             own = list(skipped) if len(nodes) > 1 else skipped  # `found` may still add to it
-            with closing(Remote(node, self._spec_of(node, ""), claims=True)) as remote:
-                remote.stopped = stopped
+            remote = remotes[node]
+            remote.stopped = stopped
+            try:
                 keep_newer = laid_out is not None
                 there, called, room = check("receive", remote.ask("receive", place, base, is_file, keep_newer).result())
                 if laid_out is not None:
@@ -120,10 +112,19 @@ class Files:
                 entries = [(_renamed(entry, name(called)), path) for entry, path in found] if is_file else found
                 with closing(Source(entries, own)) as source:
                     transfer = self._transfer(node, "sending files", Here(source), remote)
-                    transfer.run(functools.partial(fits, room, node.name))
+                    relay = functools.partial(shared.relay, node, remote, source, transfer)
+                    transfer.run(functools.partial(fits, room, node.name), relay)
                 return transfer.report
+            finally:
+                shared.without(node)
+                if stopped.is_set():  # after Ctrl-C, nobody else closes it
+                    remote.close()
 
-        return self._on_each(send, nodes)
+        try:
+            return self._on_each(send, nodes)
+        finally:
+            for remote in remotes.values():  # not before: other hosts may take files from it
+                remote.close()
 
     def download(self, paths: Sequence[AnyPath], to: AnyPath, nodes: Sequence[Node], *, apart: bool) -> list[Report]:
         """Copies files and folders from hosts; with `apart`, what several have into folders of the hosts' names.
@@ -231,94 +232,6 @@ class Files:
         return reports
 
 
-class Remote:
-    """The source or target on a host: a worker of its own, which is asked with calls."""
-
-    def __init__(self, node: Node, spec: WorkerSpec, *, claims: bool = False, full: str = _FULL_HINT) -> None:
-        """`full` is the hint for a disk that is full."""
-        self._node = node
-        self._full = full
-        self._session = node.session
-        self._worker = f"files.{next(_workers)}"
-        self._spec = replace(spec, pipelined=True, reported=False, plain=True, claims=claims)
-        self.stopped = threading.Event()
-        """Once it is set, requests fail."""
-        self.paths: dict[bytes, bool] = {}  # whether the file is as it is here
-        """Of all entries, after `list`."""
-        self._pages: deque[Any] = deque()
-
-    def list(self, folder: bytes) -> None:
-        """Lists the source, once, for a transfer into `folder`, to which the replies are given again."""
-        pages: deque[Any] = deque()
-        while not pages or (pages[-1][0] and len(self.paths) <= MOST_ENTRIES):  # the transfer refuses more
-            pages.append(check("rows", self.ask("rows").result()))
-            self.paths |= {entry.path: is_at(folder, entry) for entry in map(Entry.parse, pages[-1][0])}
-        self._pages = pages
-
-    def ask(self, request: str, *arguments: Any) -> Answer | Ready:
-        if request == "rows" and self._pages:
-            return Ready(self._pages.popleft())
-        if self.stopped.is_set():
-            raise CallCancelled("the transfer was interrupted", host=self._node.name)
-        if self._node.session is not self._session:
-            raise HostLost(
-                "it was lost during the transfer",
-                host=self._node.name,
-                hint=_AGAIN,
-            )
-        *words, last = (request, *arguments)
-        if isinstance(last, (bytes, memoryview)) and request in ("store", "piece", "chunk"):
-            last = pickle.PickleBuffer(last)
-        answer = Answer(self._node.name, request, self._full)
-        payload = codec.dumps((*words, last, None))
-        with SIGNAL_GUARD:
-            call = PackedCall(function=_server(), arguments=payload, label=request)
-            self._node.call(self._worker, self._spec, call, caller=answer, store="none")
-        return answer
-
-    def close(self) -> None:
-        with SIGNAL_GUARD, suppress(SkyfabError):
-            self._node.release(self._worker)
-
-
-class Answer(Reply):
-    """The reply of a host to one request."""
-
-    def __init__(self, host: str, request: str, full: str = _FULL_HINT) -> None:
-        super().__init__()
-        self._host = host
-        self._request = request
-        self._full = full
-
-    def comes_within(self, seconds: float) -> bool:
-        """Waits for the reply, at most this long."""
-        until = time.monotonic() + seconds
-        while not self.is_there and time.monotonic() < until:
-            time.sleep(0.002)
-        return self.is_there
-
-    def result(self) -> Any:
-        """Waits for the reply. Raises HostUnfit for an error of the host's system."""
-        message, buffers = self.wait()
-        if isinstance(message, messages.Ended):
-            raise _unfit(errno.ESTALE, "the process of the transfer was killed", self._host, self._full)
-        if not isinstance(message, messages.Result) or not buffers:
-            return unpack_result(message, buffers, host=self._host, rank=None, label="a transfer", untrusted=True)
-        try:
-            found = json.loads(bytes(buffers[0]))
-            if "value" not in found:
-                raise _unfit(int(found["errno"] or 0), str(found["text"]), self._host, self._full)
-            return found["value"] if len(buffers) == 1 else [*found["value"], *buffers[1:]]
-        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
-            raise ProtocolError(f"not a reply to {self._request}", host=self._host) from error
-
-
-@functools.cache
-def _server() -> PackedFunction:
-    """What workers of transfers run."""
-    return pack_function(as_function(serve))
-
-
 def _lone(sources: Mapping[str, Remote]) -> Callable[[Entry, str], bool]:
     """Says of a host's entry whether it keeps its place: the host alone has it, or something in it.
 
@@ -344,21 +257,12 @@ def _lone(sources: Mapping[str, Remote]) -> Callable[[Entry, str], bool]:
     return is_lone
 
 
-def _unfit(number: int, text: str, host: str, full: str = _FULL_HINT) -> HostUnfit:
-    hint = None
-    if number in _FULL:
-        hint = full
-    elif number == errno.ESTALE:
-        hint = _AGAIN
-    return HostUnfit(text, host=host, hint=hint)
-
-
 def fits(room: int, host: str, size: int) -> None:
     """Raises HostUnfit, or OSError for this machine, if this many bytes do not fit."""
     if size <= room:
         return
     text = f"not enough space for these files: they need {readable(size)}, {readable(room)} is free"
-    raise _unfit(errno.ENOSPC, text, host) if host else OSError(errno.ENOSPC, text)
+    raise unfit(errno.ENOSPC, text, host) if host else OSError(errno.ENOSPC, text)
 
 
 def _typed(folder: Path) -> str:

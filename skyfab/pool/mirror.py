@@ -18,7 +18,8 @@ from skyfab.files.entries import words
 from skyfab.files.source import expected
 from skyfab.files.target import Target
 from skyfab.files.transfer import CHANGED, Here, Report, Transfer, check
-from skyfab.pool.files import AnyPath, Remote, fits
+from skyfab.pool.file_worker import Remote
+from skyfab.pool.files import AnyPath, fits
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.session.fanout import one_error
 from skyfab.ui.events import Events, Notice

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,6 +22,12 @@ from skyfab.ui.events import Event, Notice
 pytestmark = pytest.mark.lab
 MIB = 1 << 20
 SMALL = "/small"
+KILL = """
+for maps in /proc/[0-9]*/maps; do
+    if grep -q '/blobs/[.]' $maps; then pid=${maps#/proc/}; kill -9 ${pid%/*} && exit; fi
+done
+exit 1"""
+"""Kills the worker of a relay, on the host itself."""
 
 
 @pytest.fixture(scope="module")
@@ -214,8 +219,7 @@ def test_workers_that_are_killed(lab: Lab, open_pool: Callable[..., sky.Compute]
     for host in lab.hosts:
         host.slow(50)
     future = pool.submit(sky.function(len)(pool.put(data)), on="all")
-    time.sleep(1.5)
-    lab["node2"].run(["pkill", "-9", "-f", "skyfab worker"], check=False)
+    until(lambda: lab["node2"].run(["sh", "-c", KILL], check=False).returncode == 0)
     for host in lab.hosts:
         host.slow(None)
     assert future.result(100) == [len(data)] * 4

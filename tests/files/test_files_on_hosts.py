@@ -24,7 +24,7 @@ from skyfab.errors import HostUnfit, UsageError
 from skyfab.files.draft import part_of
 from skyfab.files.source import PIECE
 from skyfab.lab import Lab, LabHost
-from skyfab.pool.files import Remote
+from skyfab.pool.file_worker import Remote
 from skyfab.ui.events import Event, Moved, Notice
 
 pytestmark = pytest.mark.lab

@@ -27,7 +27,7 @@ from skyfab.files.source import GONE, PIECE, SMALL, Source, expected, matching
 from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Report, Transfer
 from skyfab.host.ask.files import serve
-from skyfab.pool.files import Answer
+from skyfab.pool.file_worker import Answer
 from skyfab.protocol import messages
 
 

@@ -17,12 +17,11 @@ import skyfab as sky
 from skyfab._util.certificate import new_certificate
 from skyfab.host import relay
 from skyfab.host.channel import Channel
-from skyfab.host.relay import BROKEN, DAMAGED, HostRelay, chunks_of
-from skyfab.pool.node import WorkerSpec
-from skyfab.pool.relay import _Host
+from skyfab.host.relay import BROKEN, DAMAGED, StoreRelay, chunks_of
+from skyfab.pool.chain import ChainHost
 
 MIB = 1 << 20
-Make = Callable[..., HostRelay]
+Make = Callable[..., StoreRelay]
 
 
 class Noted(Channel):
@@ -47,15 +46,15 @@ def data() -> bytes:
 
 @pytest.fixture
 def make(tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterator[Make]:
-    made: list[HostRelay] = []
+    made: list[StoreRelay] = []
     monkeypatch.setattr(relay, "Channel", Noted)
     keys = new_certificate()
     hashes = b"".join(hashlib.sha256(data[start:end]).digest() for _, start, end in chunks_of([len(data)]))
 
-    def make_one(name: str, *, keep: bool = False) -> HostRelay:
+    def make_one(name: str, *, keep: bool = False) -> StoreRelay:
         folders = [str(tmp_path / name / kind) for kind in ("run", "cache")]
         monkeypatch.setattr(relay, "own_stores", lambda: folders)
-        made.append(HostRelay([(hashlib.sha256(data).hexdigest(), len(data))], hashes, keep, keys or ("", "")))
+        made.append(StoreRelay([(hashlib.sha256(data).hexdigest(), len(data))], hashes, keep, keys or ("", "")))
         return made[-1]
 
     yield make_one
@@ -67,12 +66,12 @@ def make(tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterat
     Noted.made.clear()
 
 
-def fill(host: HostRelay, data: bytes) -> None:
+def fill(host: StoreRelay, data: bytes) -> None:
     for number, (_, start, end) in enumerate(chunks_of([len(data)])):
         assert host.chunk(number, memoryview(data)[start:end])[:2] == (number + 1, "")
 
 
-def connect(host: HostRelay, source: HostRelay) -> int:
+def connect(host: StoreRelay, source: StoreRelay) -> int:
     (port,) = source.listen("child", ["127.0.0.1"])
     assert host.connect("parent", [("127.0.0.1", port)])
     return port
@@ -154,7 +153,7 @@ def test_a_blob_of_another_size_is_replaced(make: Make, data: bytes, tmp_path: P
 
 @pytest.mark.parametrize("reply", [None, [5, ""], [-1, "", 0], [9, "", 0], [2, "other", 0], ["2", "", 0]])
 def test_hostile_replies_of_a_relay_are_typed_errors(reply: object) -> None:
-    host = _Host(SimpleNamespace(name="node1", session=None), WorkerSpec(tree="", env={}, info={}))  # type: ignore[arg-type]
+    host = ChainHost(SimpleNamespace(name="node1"), SimpleNamespace())  # type: ignore[arg-type]
     host.begin(None)
     with pytest.raises(sky.ProtocolError, match="node1"):
         host.note(SimpleNamespace(result=lambda: reply), 8)

@@ -17,8 +17,10 @@ from skyfab.calls.project import with_local_paths
 from skyfab.errors import ProtocolError
 from skyfab.files.source import SMALL
 from skyfab.host.ask import files as host_files
-from skyfab.pool.files import Answer, Files, Remote, local_path
+from skyfab.pool.file_worker import Answer, Remote
+from skyfab.pool.files import Files, local_path
 from skyfab.pool.node import WorkerSpec
+from skyfab.pool.relay import Relay
 from skyfab.protocol import codec, messages
 from skyfab.ui.events import Event, Events, Moved, Notice
 
@@ -103,7 +105,7 @@ def events() -> list[Event]:
 def files(events: list[Event]) -> Files:
     emitted = Events()
     emitted.subscribe(events.append)
-    return Files(lambda node, tree: SPEC, emitted)
+    return Files(lambda node, tree: SPEC, Relay(lambda node, tree: SPEC, emitted))
 
 
 def fill(folder: Path, **contents: str) -> None:

@@ -22,7 +22,7 @@ from skyfab.files.source import PIECE
 from skyfab.host import mirror as host_mirror
 from skyfab.host.ask import files as host_files
 from skyfab.pool import mirror
-from skyfab.pool.files import Remote
+from skyfab.pool.file_worker import Remote
 from skyfab.pool.mirror import Mirror
 from skyfab.protocol import codec
 from skyfab.ui.events import Event, Events

@@ -14,7 +14,7 @@ import pytest
 
 import skyfab as sky
 from skyfab.lab import Lab
-from skyfab.pool.relay import CHAIN, plan
+from skyfab.pool.chain import CHAIN, plan
 
 pytestmark = pytest.mark.lab
 MIB = 1 << 20

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 _side: Any = None
 """Of this process, a source, a target or a relay: a transfer has a worker of its own."""
+_relays: dict[int, Any] = {}
+"""By which files of the target come, and are passed on."""
 _mirror: News | None = None
 
 
@@ -110,13 +112,24 @@ def _fetched(patterns: Sequence[bytes]) -> None:
     note_fetched(f"fetched.{zlib.crc32(b'/'.join(patterns))}", paths, os.path.dirname(own_folder()))
 
 
-def _open(*about: Any) -> list[int]:
-    """Opens the host's part of a relay: which of its items the store lacks, by their numbers."""
+def _open(*about: Any) -> list[tuple[int, int]]:
+    """Opens the host's part of a relay: which of its items the store lacks."""
     global _side
-    from skyfab.host.relay import HostRelay  # its imports would slow the start of other transfers
+    from skyfab.host.relay import StoreRelay  # its imports would slow the start of other transfers
 
-    _side = HostRelay(*about)
-    return sorted(_side.drafts)
+    _side = relay = StoreRelay(*about)
+    return relay.lacks
+
+
+def _relay(place: int, request: str, *arguments: Any) -> Any:
+    """A request to one of the relays of the target."""
+    if request == "open":
+        from skyfab.host.file_relay import FileRelay
+
+        assert isinstance(_side, Target)
+        _relays[place] = FileRelay(_side, *arguments)
+        return _relays[place].lacks
+    return getattr(_relays[place], request)(*arguments)
 
 
 def _measure(names: Sequence[str]) -> tuple[list[int], str]:
@@ -143,6 +156,7 @@ _REQUESTS: dict[str, Any] = {
     "news": _news,
     "fetched": _fetched,
     "open": _open,
+    "relay": _relay,
     "measure": _measure,
     "compiled": _compiled,
 }

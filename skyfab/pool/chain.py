@@ -1,0 +1,278 @@
+"""A relay: for each of its hosts, a thread that decides where the host takes its chunks from.
+
+That is the one before it in the plan, as long as that works; else the one before that, and in the end this machine.
+Nobody starts again: a host that changes its source continues with the first chunk that it lacks.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from bisect import bisect_left
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, Final, Protocol
+
+from skyfab._util import schema
+from skyfab._util.certificate import new_certificate
+from skyfab.errors import HostUnfit, ProtocolError, SkyfabError, UsageError
+from skyfab.files.transfer import Side
+from skyfab.host.channel import endpoints_of
+from skyfab.host.relay import BROKEN, DAMAGED
+from skyfab.pool.addresses import meeting_addresses
+from skyfab.pool.file_worker import Answer
+from skyfab.pool.node import Node
+from skyfab.protocol.frames import Buffer
+from skyfab.ui.events import Events, Notice
+
+Progress = Callable[[Node, int, int], None]
+CHAIN: Final = 16
+"""Hosts that pass content on one after another."""
+_WINDOW: Final = 4
+"""Chunks that are on their way from this machine to one host."""
+_LOOK: Final = 0.5
+"""Seconds, at most, after which a host says how far it is."""
+_PATIENCE: Final = 3.0
+"""Seconds without progress, or of slow progress, after which a host takes its chunks from another one."""
+_SLOW: Final = 4
+"""A host is slow if its source gets chunks this many times faster."""
+_BEHIND: Final = 4
+"""Chunks that a host may lack of those that its source has, without being slow."""
+_RESPONSE: Final = 5.0
+"""Seconds for another host to open a port."""
+
+
+def plan(count: int) -> list[int | None]:
+    """For each host, the number of the one that it takes content from; None: this machine.
+
+    Up to 16 hosts are a chain. More are several: the first host of a chain takes it from the last one of an earlier
+    chain, so that no host sends it more than twice.
+
+    >>> plan(3)
+    [None, 0, 1]
+    """
+    heads = [None, *((chain - 1) // 2 * CHAIN + CHAIN - 1 for chain in range(1, count // CHAIN + 1))]
+    return [place - 1 if place % CHAIN else heads[place // CHAIN] for place in range(count)]
+
+
+class Items(Protocol):
+    """What is relayed."""
+
+    chunks: list[tuple[int, int, int]]
+    """Of each chunk, in which item it is, and where it begins and ends there."""
+    is_here: bool
+
+    @property
+    def about(self) -> tuple[Any, ...]:
+        """What workers of hosts are sent about the items."""
+
+    def read(self, number: int) -> Buffer:
+        """The content of a chunk."""
+
+    def changed(self, item: int) -> UsageError:
+        """The error for an item that no longer has the content that it had."""
+
+
+class ChainHost:
+    """One host of a relay: its worker, what it has, and where it takes the rest from."""
+
+    def __init__(self, node: Node, remote: Side) -> None:
+        """`remote` is its worker."""
+        self.node = node
+        self.name = node.name
+        self.remote = remote
+        self.is_open = False
+        self.was_whole = False
+        """It had all items from the beginning."""
+        self.error: BaseException | None = None
+        self.source: ChainHost | None = None
+        self.avoided: set[ChainHost] = set()
+        """Hosts that it no longer takes chunks from."""
+        self.missing: list[int] = []
+        """The chunks that it lacked at the beginning."""
+        self.sums = [0]
+        """The bytes of the first ones of these, for each count of them."""
+        self.at = 0
+        """The first chunk that it lacks."""
+        self.problem = ""
+        self._received = 0
+        self.heard = self.moved = time.monotonic()
+        """When it last replied, and when it last had received more."""
+        self._marks: deque[tuple[float, int]] = deque()
+        self.rate = 0.0
+        """Chunks a second, over the last seconds."""
+
+    def ask(self, shape: Any, request: str, *arguments: Any) -> Any:
+        return self.checked(shape, self.remote.ask(request, *arguments))
+
+    def checked(self, shape: Any, answer: Any) -> Any:
+        """Waits for a reply. Raises ProtocolError if it is invalid."""
+        try:
+            return schema.parse(shape, answer.result())
+        except schema.Invalid as error:
+            raise ProtocolError(f"invalid reply of a relay: {error}", host=self.name) from None
+
+    def begin(self, source: ChainHost | None) -> None:
+        """From now on it takes chunks from there."""
+        self.source, self.problem, self.moved = source, "", time.monotonic()
+        self._marks = deque([(self.moved, self.at)])
+
+    def note(self, answer: Any, total: int) -> None:
+        """What it says about itself."""
+        at, problem, received = self.checked(tuple[int, str, int], answer)
+        if not self.at <= at <= total or problem not in ("", DAMAGED, BROKEN):
+            raise ProtocolError("invalid reply of a relay", host=self.name)
+        now = time.monotonic()
+        self.moved = now if (at, received) != (self.at, self._received) else self.moved
+        self.at, self.problem, self._received, self.heard = at, problem, received, now
+        self._marks.append((now, at))
+        while now - self._marks[1][0] > _PATIENCE:
+            self._marks.popleft()
+        began, first = self._marks[0]
+        self.rate = (at - first) / max(now - began, 0.001)
+
+    def why_leave(self, source: ChainHost) -> str:
+        """Why it should take its chunks from another source; empty if it should not."""
+        if self.problem == DAMAGED:
+            return "sent a damaged chunk"
+        if self.problem or source.error is not None:
+            return "ended the connection"
+        now = time.monotonic()
+        if source.at <= self.at and now - source.heard <= _PATIENCE:
+            self.moved = now  # the source waits too: in a long chain that takes longer than the patience with one
+        if now - self.moved > _PATIENCE:
+            return "does not respond"
+        return "is slow" if source.is_slow else ""
+
+    @property
+    def is_slow(self) -> bool:
+        """Its source has got chunks much faster for a while."""
+        source = self.source
+        if source is None or time.monotonic() - self._marks[0][0] < _PATIENCE:
+            return False
+        if self.at + _BEHIND >= source.at:  # as the next one in a chain is, also while the first chunks come
+            return False
+        return self.rate * _SLOW < source.rate
+
+
+class Chain:
+    """One relay: `fill` runs for each host, on a thread of its own."""
+
+    def __init__(
+        self,
+        items: Items,
+        hosts: Sequence[ChainHost],
+        count: int,
+        events: Events,
+        apart: set[frozenset[str]],
+        progress: Progress,
+    ) -> None:
+        """The first `count` of `hosts` get the items. Others have them.
+
+        `apart` are pairs of hosts of which one could not connect to the other.
+        """
+        self._items = items
+        self._hosts = hosts
+        self._events = events
+        self._apart = apart
+        self._progress = progress
+        self._keys = new_certificate()
+        self._before = dict(zip(hosts, plan(count), strict=False))
+        self._total = len(items.chunks)
+        self._settled: set[ChainHost] = set()
+        """Hosts that have begun, or failed."""
+        self._changed = threading.Condition()
+
+    def fill(self, host: ChainHost) -> bool:
+        """Has a host receive what it lacks. Returns whether that was anything. Raises its errors."""
+        try:
+            self._open(host)
+        finally:
+            with self._changed:
+                self._settled.add(host)
+                self._changed.notify_all()
+        if host not in self._before or host.was_whole:
+            return False
+        with self._changed:  # those that respond slowly are skipped
+            self._changed.wait_for(lambda: len(self._settled) == len(self._hosts), _PATIENCE)
+        self._receive(host)
+        return True
+
+    def _open(self, host: ChainHost) -> None:
+        keys = self._keys or ("", "")
+        lacks = dict(host.ask(list[tuple[int, int]], "open", *self._items.about, keys))
+        host.missing = [
+            number for number, (item, start, _) in enumerate(self._items.chunks) if start >= lacks.get(item, start + 1)
+        ]
+        spans = [self._items.chunks[number] for number in host.missing]
+        host.sums = [0, *accumulate(end - start for _, start, end in spans)]
+        host.at = host.missing[0] if host.missing else self._total
+        host.was_whole, host.is_open = not lacks, True
+
+    def _receive(self, host: ChainHost) -> None:
+        began = time.monotonic()
+        host.begin(self._choose(host))
+        while host.at < self._total and (source := host.source) is not None:
+            pause = min(_LOOK, 0.02 + (time.monotonic() - began) / 10)  # others may wait for this host to listen
+            self._note(host, host.remote.ask("look", pause))
+            if host.at < self._total and (why := host.why_leave(source)):
+                host.avoided.add(source)
+                host.begin(self._choose(host))
+                now = "this machine" if host.source is None else host.source.name
+                self._events.emit(Notice(host=host.name, text=f"{source.name} {why}: takes the rest from {now}"))
+        if host.at < self._total:
+            self._feed(host)
+
+    def _note(self, host: ChainHost, answer: Any) -> None:
+        host.note(answer, self._total)
+        self._progress(host.node, host.sums[bisect_left(host.missing, host.at)], host.sums[-1])
+
+    def _choose(self, host: ChainHost) -> ChainHost | None:
+        """Connects a host with the nearest source that it reaches; None is this machine. Raises HostUnfit."""
+        for source in self._sources(host):
+            if source is None or self._connect(host, source):
+                return source
+            if self._items.is_here and {host.name, source.name} in self._apart:
+                return None  # it may reach no other one, and finding that out takes seconds
+        raise HostUnfit("no other host sends it what it lacks", host=host.name)
+
+    def _sources(self, host: ChainHost) -> Iterator[ChainHost | None]:
+        place = self._before[host]
+        while place is not None:
+            yield self._hosts[place]
+            place = self._before[self._hosts[place]]
+        yield from (other for other in self._hosts if other.was_whole)
+        if self._items.is_here:
+            yield None
+
+    def _connect(self, host: ChainHost, source: ChainHost) -> bool:
+        pair = frozenset((host.name, source.name))
+        is_fit = source.is_open and source.error is None and source not in host.avoided
+        if self._keys is None or not is_fit or pair in self._apart:
+            return False
+        try:
+            addresses = meeting_addresses(source.node, host.node)
+            answer = source.remote.ask("listen", host.name, addresses)
+            assert isinstance(answer, Answer)
+            if not answer.comes_within(_RESPONSE):
+                return False
+            ports = source.checked(list[int], answer)
+        except SkyfabError:
+            return False
+        if not host.ask(bool, "connect", source.name, endpoints_of(addresses, ports)):
+            self._apart.add(pair)
+            return False
+        return True
+
+    def _feed(self, host: ChainHost) -> None:
+        """Sends a host from here what it lacks."""
+        waiting: deque[Any] = deque()
+        for number in host.missing[bisect_left(host.missing, host.at) :]:
+            waiting.append(host.remote.ask("chunk", number, self._items.read(number)))
+            if len(waiting) == _WINDOW:
+                self._note(host, waiting.popleft())
+        while waiting:
+            self._note(host, waiting.popleft())
+        if host.at < self._total:
+            raise self._items.changed(self._items.chunks[host.at][0])

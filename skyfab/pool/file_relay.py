@@ -1,0 +1,216 @@
+"""The relays of an upload: files that several of its hosts need leave this machine once."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import stat
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from skyfab.errors import SkyfabError, UsageError
+from skyfab.files.entries import text
+from skyfab.files.source import SMALL, Source, opened
+from skyfab.files.transfer import FILES, Transfer
+from skyfab.host.relay import chunks_of, step_of
+from skyfab.pool.addresses import machine_of
+from skyfab.pool.chain import Chain, ChainHost
+from skyfab.pool.file_worker import Answer, Remote
+from skyfab.pool.node import Node
+from skyfab.pool.relay import LEAST, Relay
+
+_File = tuple[int, int, int]
+"""A file: its number, size and time."""
+_PATIENCE: Final = 3.0
+"""Seconds after which an upload does not wait for hosts that are still comparing; more if it took long until then."""
+
+
+@dataclass(slots=True)
+class _Member:
+    """A host of an upload that has compared, and lacks files."""
+
+    node: Node
+    remote: Remote
+    source: Source
+    transfer: Transfer
+    lacks: Sequence[int]
+    received: dict[int, int] = field(default_factory=dict)
+    """Bytes that have come, by the place of the relay."""
+
+
+class SharedUpload:
+    """An upload to several hosts. Each has a thread, which calls `relay` when it knows what the host lacks."""
+
+    def __init__(self, relay: Relay, nodes: Sequence[Node]) -> None:
+        self._relay = relay
+        self._nodes = nodes
+        self._began = time.monotonic()
+        self._coming = set(nodes)
+        """Hosts that have not compared yet, or failed."""
+        self._members: dict[Node, _Member] = {}
+        self._parts: list[_Part] | None = None
+        """The relays among those that have compared in time."""
+        self._changed = threading.Condition()
+
+    def without(self, node: Node) -> None:
+        """A host has failed, or lacks little."""
+        with self._changed:
+            self._coming.discard(node)
+            self._changed.notify_all()
+
+    def relay(self, node: Node, remote: Remote, source: Source, transfer: Transfer, lacks: list[int]) -> list[int]:
+        """Has a host take what others lack too from them. Returns the numbers of files that it still lacks."""
+        is_little = sum(transfer.listed(number)[0] for number in lacks) < LEAST
+        if is_little or len(self._nodes) == 1 or node.host.transport == "local":
+            self.without(node)
+            return lacks
+        with self._changed:
+            if self._parts is None:
+                self._members[node] = _Member(node, remote, source, transfer, lacks)
+                self.without(node)
+                patience = _PATIENCE + time.monotonic() - self._began
+                self._changed.wait_for(lambda: not self._coming or self._parts is not None, patience)
+            if self._parts is None:
+                self._parts = self._arranged()
+        left = set(lacks)
+        for part in self._parts:
+            if node in part.hosts:
+                left -= part.fill(self._members[node])
+        return [number for number in lacks if number in left]
+
+    def _arranged(self) -> list[_Part]:
+        """A relay for each set of hosts that lack the same files."""
+        owners: dict[int, list[Node]] = {}
+        for node in self._nodes:
+            for number in self._members[node].lacks if node in self._members else ():
+                owners.setdefault(number, []).append(node)
+        groups: dict[tuple[Node, ...], list[int]] = {}
+        for number, those in owners.items():
+            groups.setdefault(tuple(those), []).append(number)
+        parts: list[_Part] = []
+        for nodes, numbers in groups.items():
+            members = [self._members[node] for node in nodes]
+            is_much = sum(members[0].transfer.listed(number)[0] for number in numbers) >= LEAST
+            if is_much and len({machine_of(node) for node in nodes}) > 1:
+                parts.append(_Part(len(parts), self._relay, _Files(members[0], numbers), members))
+        return parts
+
+
+class _Part:
+    """One of the relays of an upload."""
+
+    def __init__(self, place: int, relay: Relay, files: _Files, members: Sequence[_Member]) -> None:
+        self._place = place
+        self._files = files
+        self._members = {member.node: member for member in members}
+        self.hosts = {member.node: ChainHost(member.node, _Worker(place, member.remote)) for member in members}
+        hosts = [*self.hosts.values()]
+        self._chain = Chain(files, hosts, len(hosts), relay.events, relay.apart, self._progress)
+
+    def fill(self, member: _Member) -> set[int]:
+        """Has a host receive the files. Returns the numbers of those that it has, whatever goes wrong with others."""
+        host = self.hosts[member.node]
+        try:
+            self._chain.fill(host)
+        except SkyfabError as error:
+            host.error = error  # others leave it; if it is the host's own, its transfer raises it too
+        lacks = {*range(len(self._files.items))}
+        with suppress(SkyfabError):
+            lacks = set(host.ask(list[int], "commit", False))
+        items = [files for item, files in enumerate(self._files.items) if item not in lacks]
+        numbers = [number for files in items for number, _, _ in files]
+        member.transfer.relayed(numbers, member.received.get(self._place, 0))
+        return {*numbers}
+
+    def _progress(self, node: Node, done: int, total: int) -> None:
+        member = self._members[node]
+        member.transfer.arrived(done - member.received.get(self._place, 0))
+        member.received[self._place] = done
+
+
+class _Worker:
+    """The part of a transfer's worker that takes part in one relay."""
+
+    def __init__(self, place: int, remote: Remote) -> None:
+        self._place = place
+        self._remote = remote
+
+    def ask(self, request: str, *arguments: Any) -> Answer:
+        answer = self._remote.ask("relay", self._place, request, *arguments)
+        assert isinstance(answer, Answer)
+        return answer
+
+
+class _Files:
+    """Large files, and packs of small ones. Those that are not as they were listed are left to the hosts' transfers."""
+
+    is_here = True
+
+    def __init__(self, member: _Member, numbers: Sequence[int]) -> None:
+        """Reads all of them."""
+        self._paths = member.source.paths
+        self.items = [*_packs([(number, *member.transfer.listed(number)) for number in numbers])]
+        self._step = step_of(sum(map(_size, self.items)))
+        hashes = {item: self._hashed(item) for item in range(len(self.items)) if not member.remote.stopped.is_set()}
+        self.items = [files for item, files in enumerate(self.items) if hashes.get(item)]
+        self._hashes = b"".join(filter(None, hashes.values()))
+        self.chunks = chunks_of([*map(_size, self.items)], self._step)
+
+    @property
+    def about(self) -> tuple[Any, ...]:
+        return self.items, self._step, self._hashes
+
+    def _hashed(self, item: int) -> bytes:
+        """The hashes of an item's chunks; empty if a file has changed."""
+        hashes = b""
+        for start in range(0, size := _size(self.items[item]), self._step):
+            data = self._content(item, start, min(start + self._step, size))
+            if not data:
+                return b""
+            hashes += hashlib.sha256(data).digest()
+        return hashes
+
+    def read(self, number: int) -> bytes:
+        """The content of a chunk; empty if a file has changed."""
+        return self._content(*self.chunks[number])
+
+    def _content(self, item: int, start: int, end: int) -> bytes:
+        files = self.items[item]
+        spans = [(start, end)] if len(files) == 1 else [(0, size) for _, size, _ in files]
+        found = [self._part(*file, *span) for file, span in zip(files, spans, strict=True)]
+        return b"".join(found) if all(found) else b""
+
+    def _part(self, number: int, size: int, time: int, start: int, end: int) -> bytes:
+        """A part of a file as it was listed; empty if it has changed."""
+        try:
+            with opened(self._paths[number], os.O_RDONLY | os.O_NONBLOCK) as fd:
+                data = os.pread(fd, end - start, start)
+                about = os.fstat(fd)  # afterwards: so all parts are of one version
+        except OSError:
+            return b""
+        is_same = stat.S_ISREG(about.st_mode) and (about.st_size, about.st_mtime_ns) == (size, time)
+        return data if is_same and len(data) == end - start else b""
+
+    def changed(self, item: int) -> UsageError:
+        return UsageError(f"{text(self._paths[self.items[item][0][0]])} has changed while it was sent")
+
+
+def _packs(files: Sequence[_File]) -> Iterator[list[_File]]:
+    """Large files, each alone, and packs of small ones. Empty ones are left out: they may be those of /proc."""
+    pack: list[_File] = []
+    for file in sorted(files, key=lambda file: file[1] > SMALL):
+        if pack and (len(pack) == FILES or _size(pack) + file[1] > SMALL):
+            yield pack
+            pack = []
+        if file[1]:
+            pack.append(file)
+    if pack:
+        yield pack
+
+
+def _size(files: Sequence[_File]) -> int:
+    return sum(size for _, size, _ in files)

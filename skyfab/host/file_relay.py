@@ -75,17 +75,17 @@ class FileRelay(HostRelay):
         _, start, end = self._chunks[number]
         return self._memory[: end - start]
 
-    def _keep(self, number: int, area: memoryview) -> None:
+    def _keep(self, number: int, chunk: memoryview) -> None:
         item, start, end = self._chunks[number]
         if item in self._skipped:
             return
         if self._is_pack(item):
-            self._target.store(self._items[item], area)
+            self._target.store(self._items[item], chunk)
             return
         ((file, size, _),) = self._items[item]
         if item not in self._drafts:
             self._open(item)
-        self._target.piece(file, start, area)
+        self._target.piece(file, start, chunk)
         if end == size:
             self._close(item)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import stat
 import threading
@@ -16,7 +15,7 @@ from skyfab.errors import SkyfabError, UsageError
 from skyfab.files.entries import text
 from skyfab.files.source import SMALL, Source, opened
 from skyfab.files.transfer import FILES, Transfer
-from skyfab.host.relay import chunks_of, step_of
+from skyfab.host.relay import chunks_of, hash_of, step_of
 from skyfab.pool.addresses import machine_of
 from skyfab.pool.chain import Chain, ChainHost
 from skyfab.pool.file_worker import Answer, Remote
@@ -171,7 +170,7 @@ class _Files:
             data = self._content(item, start, min(start + self._step, size))
             if not data:
                 return b""
-            hashes += hashlib.sha256(data).digest()
+            hashes += hash_of(data)
         return hashes
 
     def read(self, number: int) -> bytes:

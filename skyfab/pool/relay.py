@@ -14,7 +14,7 @@ from typing import Any, Final
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.project import Tree
 from skyfab.errors import HostUnfit, SkyfabError, UsageError
-from skyfab.host.relay import chunks_of
+from skyfab.host.relay import chunks_of, hash_of
 from skyfab.pool.addresses import machine_of
 from skyfab.pool.chain import Chain, ChainHost, Progress
 from skyfab.pool.file_worker import Remote
@@ -196,7 +196,7 @@ class _Items:
             data = self.read(number)
             if item in wholes:
                 wholes[item].update(data)
-            yield hashlib.sha256(data).digest()
+            yield hash_of(data)
         for item, whole in wholes.items():
             if whole.hexdigest() != self.names[item]:
                 raise self.changed(item)

@@ -17,7 +17,7 @@ from skyfab.files.entries import Entry
 from skyfab.files.target import Target
 from skyfab.host import relay
 from skyfab.host.file_relay import FileRelay
-from skyfab.host.relay import BROKEN, DAMAGED, chunks_of
+from skyfab.host.relay import BROKEN, DAMAGED, chunks_of, hash_of
 
 MIB = 1 << 20
 TIME = 1_600_000_000_000_000_000
@@ -42,7 +42,7 @@ def make(tmp_path: Path, chunks: list[bytes], monkeypatch: pytest.MonkeyPatch) -
     made: list[tuple[FileRelay, Target]] = []
     monkeypatch.setattr(relay, "Channel", Noted)
     keys = new_certificate() or ("", "")
-    hashes = b"".join(hashlib.sha256(chunk).digest() for chunk in chunks)
+    hashes = b"".join(hash_of(chunk) for chunk in chunks)
 
     def make_one(name: str) -> FileRelay:
         target = Target(os.fsencode(tmp_path / name))

@@ -17,7 +17,7 @@ import skyfab as sky
 from skyfab._util.certificate import new_certificate
 from skyfab.host import relay
 from skyfab.host.channel import Channel
-from skyfab.host.relay import BROKEN, DAMAGED, StoreRelay, chunks_of
+from skyfab.host.relay import BROKEN, DAMAGED, StoreRelay, chunks_of, hash_of
 from skyfab.pool.chain import ChainHost
 
 MIB = 1 << 20
@@ -49,7 +49,7 @@ def make(tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterat
     made: list[StoreRelay] = []
     monkeypatch.setattr(relay, "Channel", Noted)
     keys = new_certificate()
-    hashes = b"".join(hashlib.sha256(data[start:end]).digest() for _, start, end in chunks_of([len(data)]))
+    hashes = b"".join(hash_of(data[start:end]) for _, start, end in chunks_of([len(data)]))
 
     def make_one(name: str, *, keep: bool = False) -> StoreRelay:
         folders = [str(tmp_path / name / kind) for kind in ("run", "cache")]
@@ -107,7 +107,7 @@ def test_chunks_are_passed_on_while_they_arrive(make: Make, data: bytes, tmp_pat
 def test_a_damaged_chunk_of_a_neighbor_is_refused_and_not_passed_on(make: Make, data: bytes) -> None:
     first, second, third = make("a"), make("b"), make("c")
     fill(first, data)
-    first._areas[0][MIB + 5] ^= 1
+    first._contents[0][MIB + 5] ^= 1
     connect(second, first)
     connect(third, second)
     assert second.look(60)[:2] == (1, DAMAGED)
@@ -134,7 +134,7 @@ def test_a_whole_that_does_not_have_its_name(make: Make, data: bytes, tmp_path: 
     """As what a hostile host says about the hashes of chunks would lead to."""
     one = make("a")
     fill(one, data)
-    one._areas[0][0] ^= 1
+    one._contents[0][0] ^= 1
     with pytest.raises(OSError, match="arrived damaged"):
         one.commit(True)
     assert [path.name[0] for path in (tmp_path / "a/run").iterdir()] == ["."]

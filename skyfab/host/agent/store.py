@@ -62,15 +62,15 @@ class Blobs:
         return self.kept[name]
 
 
-def map_file(fd: int, size: int, *, shared: bool = False) -> memoryview:
-    """A file as memory, private or `shared`. Python's `mmap` would keep a descriptor open: a model has many blobs."""
+def map_file(fd: int, size: int) -> memoryview:
+    """A file as private memory. Python's `mmap` would keep a descriptor open: a model has many blobs."""
     import ctypes
 
     if not size:
         return memoryview(bytearray())
     area = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     place = ctypes.addressof(ctypes.c_char.from_buffer(area))
-    prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | _FIXED
+    prot, flags = mmap.PROT_READ | mmap.PROT_WRITE, mmap.MAP_PRIVATE | _FIXED
     if _libc_mmap()(place, size, prot, flags, fd, 0) != place:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return memoryview(area)

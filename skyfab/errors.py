@@ -336,7 +336,10 @@ def broadcast_error(label: str, failures: Sequence[Exception], results: Sequence
 
 def _indent(error: Exception) -> str:
     cause = error.__cause__
-    text = str(error)
+    try:
+        text = str(error)
+    except Exception as failure:  # the user's exception may be unable to describe itself
+        text = f"(its __str__ raised {type(failure).__name__})"
     if not isinstance(error, SkyfabError):
         text = f"{type(error).__name__}: {text}"
         if isinstance(cause, RemoteTraceback):

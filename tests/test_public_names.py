@@ -366,3 +366,12 @@ def test_names_of_skyward_have_a_hint(name: str, hint: str) -> None:
     with pytest.raises(errors.UsageError, match="no option worker=") as caught:
         skyfab.Compute("local", worker=2)  # type: ignore[call-arg]
     assert "slots=N" in str(caught.value.hint)
+
+
+def test_an_error_of_several_ranks_can_be_shown_if_an_exception_cannot() -> None:
+    class Mute(Exception):
+        def __str__(self) -> str:
+            raise RuntimeError("no words")
+
+    group = skyfab.BroadcastError("two failed", [Mute(), ValueError("x")], [])
+    assert str(group).splitlines() == ["two failed", "  Mute: (its __str__ raised RuntimeError)", "  ValueError: x"]

@@ -73,7 +73,9 @@ class Relay:
         keep: bool = False,
         progress: Progress = lambda node, done, total: None,
         done: Callable[[Node, Exception | None], None] = lambda node, error: None,
+        may_change: bool = False,
     ) -> dict[Node, Exception]:
+        """With `may_change`, the program may modify items after they were named."""
         nodes_of_all = dict.fromkeys((*nodes, *owners))
         remotes = [Remote(node, self._spec_of(node, ""), full=_FULL) for node in nodes_of_all]
         hosts = [ChainHost(node, remote) for node, remote in zip(nodes_of_all, remotes, strict=True)]
@@ -93,7 +95,7 @@ class Relay:
             def fill(host: ChainHost) -> None:
                 try:
                     if chain.fill(host):
-                        host.remote.ask("commit", not found.is_here).result()
+                        host.remote.ask("commit", may_change or not found.is_here).result()
                 except SkyfabError as error:
                     host.error = errors[host.node] = error
                 done(host.node, errors.get(host.node))
@@ -108,6 +110,7 @@ class Relay:
         if len(nodes) < 2 or sum(len(part) for _, part in parts) < LEAST:
             return
         content: dict[str, Buffer] = {}
+        may_change = not all(id(part) in payload.refs or type(part.obj) is bytes for payload, part in parts)
         for payload, part in parts:
             name = payload.refs.get(id(part)) or name_of(part)
             payload.refs = {**payload.refs, id(part): name}  # it is not hashed again for each host
@@ -118,15 +121,15 @@ class Relay:
 
         def done(node: Node, error: Exception | None) -> None:
             for name in reserved.pop(node, ()):
-                if error is None:
-                    node.arrived(name, None, sessions[node])
+                if error is None or isinstance(error, UsageError):  # it was modified
+                    node.arrived(name, error, sessions[node])
                 elif node.session is sessions[node]:  # as a single host gets it, with the errors that it has then
                     node.send_blob(name, content[name])
 
         def relay(lacking: Sequence[Node]) -> None:
             try:
                 if lacking:
-                    self._send(content, lacking, done=done)
+                    self._send(content, lacking, done=done, may_change=may_change)
             finally:
                 for node in nodes:
                     done(node, HostUnfit("not relayed", host=node.name))
@@ -212,5 +215,7 @@ class _Items:
         return data
 
     def changed(self, item: int) -> UsageError:
-        what = str(self._items[item][1]) if item in self._files else "an object"
-        return UsageError(f"{what} has changed while it was sent", hint="send it again")
+        if item in self._files:
+            return UsageError(f"{self._items[item][1]} has changed while it was sent", hint="send it again")
+        hint = "do not modify it until the call has ended, or pass a copy"
+        return UsageError("an argument has changed while it was sent", hint=hint)

@@ -14,6 +14,7 @@ import pytest
 
 import skyfab as sky
 from skyfab.lab import Lab
+from skyfab.pool import relay
 from skyfab.pool.chain import CHAIN, plan
 
 pytestmark = pytest.mark.lab
@@ -132,6 +133,39 @@ def test_arguments_of_a_broadcast(lab: Lab, pool: sky.Compute) -> None:
     before = left(lab)
     assert digest(ref) @ pool == [digest.fn(data)] * 4
     assert left(lab) - before < 100_000
+
+
+class Array(bytearray):
+    """Is sent as an array is: from its own memory. Arrives as bytes."""
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return bytes, (pickle.PickleBuffer(self),)
+
+
+@pytest.mark.parametrize("moment", ["named", "hashed"])
+def test_an_argument_that_is_modified_meanwhile_is_an_error(
+    lab: Lab, pool: sky.Compute, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    """Nothing is stored under the name of other content: a later call with that content gets it."""
+    array = Array(os.urandom(16 * MIB))
+    before = bytes(array)
+    original = relay._Items.__init__
+
+    def modified(self: Any, *args: Any) -> None:
+        if moment == "named":
+            array[-1] ^= 1
+        original(self, *args)
+        if moment == "hashed":
+            array[-1] ^= 1
+
+    monkeypatch.setattr(relay._Items, "__init__", modified)
+    with pytest.raises(sky.BroadcastError) as caught:
+        digest(array) @ pool
+    assert "do not modify it until the call has ended, or pass a copy" in str(caught.value)
+    monkeypatch.undo()
+    array[-1] ^= 1
+    assert bytes(array) == before
+    assert digest(array) @ pool == [digest.fn(before)] * 4
 
 
 def test_large_files_of_a_project(

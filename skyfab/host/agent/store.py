@@ -174,7 +174,10 @@ class Writer:
         self._fd = -1
         if self._digest.hexdigest() != self._name:
             self.abort()
-            raise ProtocolError(f"blob {self._name} arrived damaged")
+            raise ProtocolError(
+                "an argument has other content than when the call was made",
+                hint="do not modify it until the call has ended, or pass a copy",
+            )
         os.replace(self._draft, self._target)
 
     def abort(self) -> None:

@@ -69,7 +69,8 @@ class HostRelay:
         self._problem = ""
         atexit.register(self.close)
         for number, (name, size) in enumerate(items):
-            self._areas.append(_found(name, size) or self._draft(number, name, size))
+            area = _found(name, size)
+            self._areas.append(self._draft(number, name, size) if area is None else area)
         self._missing = [number for number, (item, _, _) in enumerate(self._chunks) if item in self.drafts]
         self._count = 0
         """How many of the missing ones have come."""

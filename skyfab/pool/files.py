@@ -46,7 +46,7 @@ _SHOWN: Final = 20
 """Paths that are left out and shown."""
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _FULL_HINT: Final = "free some space on it, or send to another disk (to=…, --to=…)"
-_AGAIN: Final = "run it again: it resumes where it stopped"
+AGAIN: Final = "run it again: it resumes where it stopped"
 _workers = itertools.count(1)
 AnyPath = str | os.PathLike[str]
 
@@ -264,7 +264,7 @@ class Remote:
             raise HostLost(
                 "it was lost during the transfer",
                 host=self._node.name,
-                hint=_AGAIN,
+                hint=AGAIN,
             )
         *words, last = (request, *arguments)
         if isinstance(last, (bytes, memoryview)) and request in ("store", "piece", "chunk"):
@@ -349,7 +349,7 @@ def _unfit(number: int, text: str, host: str, full: str = _FULL_HINT) -> HostUnf
     if number in _FULL:
         hint = full
     elif number == errno.ESTALE:
-        hint = _AGAIN
+        hint = AGAIN
     return HostUnfit(text, host=host, hint=hint)
 
 

@@ -53,7 +53,7 @@ _BEHIND: Final = 4
 """Chunks that a host may lack of those that its source has, without being slow."""
 _RESPONSE: Final = 5.0
 """Seconds for another host to open a port."""
-_FULL: Final = "free some space, or put the cache on another disk (cache = … in the inventory)"
+FULL: Final = "free some space, or put the cache on another disk (cache = … in the inventory)"
 
 
 def plan(count: int) -> list[int | None]:
@@ -250,7 +250,7 @@ class _Host:
     def __init__(self, node: Node, spec: WorkerSpec) -> None:
         self.node = node
         self.name = node.name
-        self.remote = Remote(node, spec, full=_FULL)
+        self.remote = Remote(node, spec, full=FULL)
         self.is_open = False
         self.was_whole = False
         """It had all items from the beginning."""

@@ -49,14 +49,15 @@ class Downloads(HubCache):
         self._is_closed = False
 
     def page(self, url: str, token: str, most: int) -> tuple[int, str, int, bytes]:
-        """What a server has there: status, cause of an error, size, and its first `most` bytes.
+        """What a server has there: status, cause of an error, size, and its content, if that is wanted.
 
-        The status is 0 if it cannot be reached, and the size -1 if it is unknown.
+        The status is 0 if it cannot be reached, and the size -1 if it is unknown. `most` is in bytes.
         """
         try:
-            with _opened(url, token, timeout=_PROBE) as response:
-                size = response.headers.get("Content-Length", "")
-                return response.status, "", int(size) if size.isdecimal() else -1, response.read(most)
+            with _opened(url, token, "" if most else "0-0", timeout=_PROBE) as response:
+                head = response.headers
+                size = head.get("Content-Range", "").rpartition("/")[2] or head.get("Content-Length", "")
+                return 200, "", int(size) if size.isdecimal() else -1, response.read(most)
         except urllib.error.HTTPError as error:
             error.close()
             return error.code, error.headers.get("X-Error-Code", "") if error.headers else "", -1, b""
@@ -135,7 +136,7 @@ class Downloads(HubCache):
         while self._done < size:
             before, why = self._done, ""
             try:
-                with _opened(url, token, self._done) as response:
+                with _opened(url, token, f"{self._done}-" if self._done else "") as response:
                     if self._done and response.status != 206:  # the server begins again
                         file.truncate(0)
                         found, self._done, before = ContentHash(size), 0, -1
@@ -148,8 +149,8 @@ class Downloads(HubCache):
             tries = 0 if self._done > before else tries + 1
             if tries == _TRIES:
                 raise _Ended(UNREACHED, why or f"it sent {self._done:,} of {size:,} bytes")
-            if why:
-                time.sleep(min(2**tries / 4, 4))
+            if tries:
+                time.sleep(2**tries / 8)
         return found.name(tag)
 
     def _read(self, response: Any, most: int) -> bytes:
@@ -173,11 +174,11 @@ class _Broken(Exception):
 
 
 @contextlib.contextmanager
-def _opened(url: str, token: str, at: int = 0, timeout: float = 0.0) -> Iterator[Any]:
-    """A response with what is there from byte `at` on. With a timeout its errors are raised as they are."""
+def _opened(url: str, token: str, part: str, timeout: float = 0.0) -> Iterator[Any]:
+    """A response with some bytes of what is there, or all. With a timeout its errors are raised as they are."""
     headers = {"User-Agent": "skyfab", "Accept-Encoding": "identity"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
-    headers |= {"Range": f"bytes={at}-"} if at else {}
+    headers |= {"Range": f"bytes={part}"} if part else {}
     opener = urllib.request.build_opener(_Redirects)
     try:
         response = opener.open(urllib.request.Request(url, headers=headers), timeout=timeout or _SILENCE)
@@ -207,5 +208,5 @@ def _why(error: Exception) -> str:
     """Without the URL of a redirect, which may have a signature."""
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP {error.code}"
-    reason = getattr(error, "reason", None) or getattr(error, "strerror", None) or error
-    return str(reason)[:200] or type(error).__name__
+    reason = getattr(error, "reason", None) or error
+    return str(getattr(reason, "strerror", None) or reason)[:200] or type(error).__name__

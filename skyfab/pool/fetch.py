@@ -43,8 +43,6 @@ _LOOK: Final = 0.5
 """Seconds after which a download says how far it is."""
 _PACE: Final = 0.1
 """Seconds between two events of progress."""
-_LIST: Final = 64 << 20
-"""Bytes of a list of files."""
 _HERE: Final = "this machine"
 
 
@@ -106,16 +104,16 @@ class Fetcher:
             opened = results_of(for_each_host(open_side, nodes))
             hosts = {node: ends.enter_context(closing(side)) for node, side in zip(nodes, opened, strict=True)}
             ends.callback(stopped.set)  # after Ctrl-C, downloads end; what has come stays
-            found = find(source, lambda url, token: _page(url, token, [here, *opened]))
+            found = find(source, lambda *asked: _page([here, *opened], *asked))
             fetch = _Fetch(found.matching(include, exclude), hosts, here, self._relay, open_side)
             return fetch.run()
 
 
-def _page(url: str, token: str, sides: Sequence[_Side]) -> tuple[int, str, int, bytes]:
+def _page(sides: Sequence[_Side], url: str, token: str, most: int) -> tuple[int, str, int, bytes]:
     """Asks a server from this machine, or from the first host that reaches it."""
     said: list[str] = []
     for side in sides:
-        status, why, size, body = side.page(url, token, _LIST)
+        status, why, size, body = side.page(url, token, most)
         if status:
             return status, why, size, body
         said.append(f"{side.name}: {why}")

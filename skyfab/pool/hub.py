@@ -20,8 +20,13 @@ from skyfab._util.suggest import did_you_mean
 from skyfab.errors import SkyfabError, UsageError
 from skyfab.files.entries import is_inner
 
-Page = Callable[[str, str], tuple[int, str, int, bytes]]
-"""Asks a server, with a token: status (0: not reached), cause of an error, size of what is there, and its content."""
+Page = Callable[[str, str, int], tuple[int, str, int, bytes]]
+"""Asks a server, with a token: status (0: not reached), cause of an error, size of what is there, and its content.
+
+The number is how many bytes of that are wanted at most.
+"""
+_LIST: Final = 64 << 20
+"""Bytes of a list of files."""
 _HUB: Final = "https://huggingface.co"
 _NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _MOST_FILES: Final = 100_000
@@ -89,7 +94,7 @@ def find(source: str, page: Page) -> Found:
         raise UsageError(f"{url}: expected the sha256 of the file", hint=f"write {url}#sha256=HEX")
     if not _is_path(path):
         raise UsageError(f"{url} does not end with the name of a file")
-    status, why, size, _ = page(url, "")
+    status, why, size, _ = page(url, "", 0)
     if status != 200:
         raise _no_response(url, why) if status == 0 else SkyfabError(f"{url}: HTTP {status}")
     if not 0 <= size <= _LARGEST:
@@ -150,7 +155,7 @@ class _Repository:
     def listed(self, page: Page) -> Found:
         url = f"{endpoint()}/api/{self.kind}/{self.name}/revision/{quote(self.revision, safe='')}?blobs=true"
         token = own_token()
-        status, why, _, body = page(url, token)
+        status, why, _, body = page(url, token, _LIST)
         if status != 200:
             raise self._error(status, why, token, page)
         try:
@@ -195,9 +200,9 @@ class _Repository:
         return UsageError(f"the hub has no {self.kind[:-1]} {self.name}", hint=hint)
 
     def _similar(self, page: Page) -> list[str]:
-        """Names that the hub finds for the last part of this one."""
-        word = quote(self.name.rpartition("/")[2])
-        status, _, _, body = page(f"{endpoint()}/api/{self.kind}?search={word}&limit=20", "")
+        """The names that the same owner has."""
+        owner = self.name.partition("/")[0]
+        status, _, _, body = page(f"{endpoint()}/api/{self.kind}?author={owner}&limit=1000", "", _LIST)
         try:
             return [one.id for one in schema.parse(list[_Named], json.loads(body))] if status == 200 else []
         except (ValueError, RecursionError):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+import secrets
+import socket
 import subprocess
 import threading
 import time
@@ -67,7 +70,7 @@ class Hub:
     """Both servers, at an address of this machine."""
 
     def __init__(self, address: str = "127.0.0.1") -> None:
-        self.token = "hf_secret"
+        self.token = f"hf_{secrets.token_hex(16)}"
         self.repositories: dict[str, Repository] = {}
         self.asked: list[Asked] = []
         self.damaged: set[str] = set()
@@ -85,7 +88,9 @@ class Hub:
     def __enter__(self) -> Hub:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.rate = 0
         for server in (self.main, self.cdn):
             server.end()
@@ -110,6 +115,7 @@ class _Server(ThreadingHTTPServer):
     def __init__(self, hub: Hub, kind: str, address: str) -> None:
         super().__init__((address, 0), _Handler)
         self.hub, self.kind = hub, kind
+        self._open: set[socket.socket] = set()
         self._thread = threading.Thread(target=self.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
@@ -123,6 +129,19 @@ class _Server(ThreadingHTTPServer):
         self.server_close()
         self._thread.join()
 
+    def process_request_thread(self, request: socket.socket, client_address: object) -> None:  # type: ignore[override]
+        self._open.add(request)
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._open.discard(request)
+
+    def close_all(self) -> None:
+        """Cuts the connections."""
+        for one in list(self._open):
+            with contextlib.suppress(OSError):
+                one.shutdown(socket.SHUT_RDWR)
+
     def handle_error(self, request: object, client_address: object) -> None: ...
 
 
@@ -132,7 +151,9 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         token = self.headers.get("Authorization", "").removeprefix("Bearer ")
         parts = urlsplit(self.path)
-        asked = Asked(self.client_address[0], unquote(parts.path), token, self.headers.get("Range", ""), self.server.kind)
+        asked = Asked(
+            self.client_address[0], unquote(parts.path), token, self.headers.get("Range", ""), self.server.kind
+        )
         self.server.hub.asked.append(asked)
         self._answer(asked, parse_qs(parts.query))
 
@@ -142,12 +163,15 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.server.hub
         if asked.server == "cdn":
             name, path = asked.path.strip("/").split("/-/")
-            self._send(asked, path, hub.repositories[name].files[path])
+            if path in hub.repositories[name].files:
+                self._send(asked, path, hub.repositories[name].files[path])
+            else:
+                self._say(404, b"")
         elif found := re.fullmatch(r"/api/(models|datasets)/(.+)/revision/(.+)", asked.path):
             name = found[2] if found[1] == "models" else f"datasets/{found[2]}"
             self._list(asked, name, found[3])
         elif re.fullmatch("/api/(models|datasets)", asked.path):
-            names = [one for one in hub.repositories if query["search"][0][:4] in one]
+            names = [one for one in hub.repositories if one.startswith(f"{query['author'][0]}/")]
             self._say(200, json.dumps([{"id": name} for name in names]).encode())
         elif found := re.fullmatch(r"/(.+)/resolve/([0-9a-f]{40})/(.+)", asked.path):
             self._resolve(asked, found[1], found[3])
@@ -195,11 +219,15 @@ class _Handler(BaseHTTPRequestHandler):
         hub = self.server.hub
         if path in hub.damaged:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        start = int(asked.range.removeprefix("bytes=").removesuffix("-")) if asked.range and hub.ranges else 0
+        part = asked.range.removeprefix("bytes=") if hub.ranges else ""
+        if part == "0-0":  # a look
+            self._say(206, data[:1], {"Content-Range": f"bytes 0-0/{len(data)}"})
+            return
+        start = int(part.removesuffix("-") or 0)
         if start >= len(data) > 0:
             self._say(416, b"")
             return
-        self.send_response(206 if start else 200)
+        self.send_response(206 if part else 200)
         self.send_header("Content-Length", str(len(data) - start))
         self.end_headers()
         end = min(len(data), start + hub.cuts[path].pop(0)) if hub.cuts.get(path) else len(data)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -323,16 +323,16 @@ class _Fetch:
         lanes = [place for _ in range(_LANES) for place in places][: len(self._pending)]
         self._lanes = len(lanes)
         for place in lanes:  # each host in turn: of few files they have as many each
-            threading.Thread(target=self._run_lane, args=(place,), daemon=True).start()
+            threading.Thread(target=self._run_lane, args=(place, self._pending.popleft()), daemon=True).start()
 
-    def _run_lane(self, place: Node | None) -> None:
+    def _run_lane(self, place: Node | None, tag: str | None) -> None:
         """Downloads one file after another, until there is none, or this host cannot."""
-        tag = None
         try:
             with closing(self._open_side(place)) as side:
-                while (tag := self._take()) is not None:
+                while tag is not None:
                     name = side.download(self._files[tag], self._found, self._progress[place].of(tag))
                     self._got(tag, name, place)
+                    tag = self._take()
         except _Unreached as error:
             self._leave(place, str(error))
         except _Refused as error:
@@ -404,8 +404,12 @@ class _Fetch:
             holders=dict.fromkeys(names, holders),
             progress=lambda node, done, total: progress[node](done),
         )
-        for node in [node for node in holders if node in errors] or errors:  # without holders nobody could get it
-            self._drop(node, errors[node])
+        if errors:
+            self._each(lambda node: self._hosts[node].find("", []))  # those that do not respond are lost
+            is_held = any(node in self._lacking for node in holders)
+            if is_here or (is_held and not self._came_here(batch)):
+                for node in errors:
+                    self._drop(node, errors[node])
         with self._changed:
             for node in self._lacking.keys() - errors.keys():
                 new = self._lacking[node].intersection(batch)
@@ -418,6 +422,15 @@ class _Fetch:
                     self._reports[node].from_here += size
                 else:
                     self._reports[node].from_hosts += size
+
+    def _came_here(self, batch: Sequence[str]) -> bool:
+        """Downloads to this machine what hosts cannot pass on: they may not reach each other."""
+        with suppress(_Unreached, _Refused, SkyfabError):
+            for tag in batch:
+                self._names[tag] = self._here.download(self._files[tag], self._found, self._progress[None].of(tag))
+                self._holders[tag].append(None)
+            return True
+        return False
 
     def _lay_out(self, node: Node) -> None:
         found, report = self._found, self._reports[node]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
@@ -294,7 +295,7 @@ def test_a_host_that_is_lost_while_it_downloads(lab: Lab, hub: Hub, model: dict[
         pool.events.subscribe(lambda event: notices.append(str(event)) if isinstance(event, Notice) else None)
 
         def kill() -> None:
-            until(lambda: any(one.sent > 500_000 and one.client == lab["node1"].address for one in hub.asked))
+            until(lambda: any(one.sent > MIB and one.client == lab["node1"].address for one in hub.asked), timeout=20)
             lab["node1"].kill()
             hub.rate = 0
 
@@ -441,16 +442,35 @@ def weights_of(name: str) -> float:
 def test_a_rank_without_internet_loads_the_model(
     lent_lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    from safetensors.torch import save
     from transformers import BertConfig, BertModel
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
-    small = BertModel(BertConfig(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1))
-    small.save_pretrained(tmp_path / "model")
+    config = BertConfig(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1)
+    small = BertModel(config)
+    weights = save(small.state_dict(), metadata={"format": "pt"})
     hosts = list(sky.Inventory.of(lent_lab.inventory).hosts.values())[:2]
     offline = {"HF_HUB_OFFLINE": "1"}
     with Hub() as hub, sky.Compute(hosts, env=offline, ui="none") as pool:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
-        hub.add("org/model", {path.name: path.read_bytes() for path in (tmp_path / "model").iterdir()})
+        hub.add("org/model", {"config.json": config.to_json_string().encode(), "model.safetensors": weights})
         pool.fetch("hf://org/model")
         found = weights_of("org/model") @ pool
     assert found == pytest.approx([float(sum(one.sum() for one in small.state_dict().values()))] * 2, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_hosts_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What one has downloaded this machine downloads too, for the other one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
+    with labs.start_for_calls(2, isolated=True) as lab, ExitStack() as ends:
+        internet = Internet(lab)
+        ends.callback(internet.close)
+        internet.only_for("node1")
+        hub = ends.enter_context(Hub(internet.address))
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        files = hub.add("org/model", {"config.json": CONFIG, "model.safetensors": data(MIB)}).files
+        with sky.Compute(lab_hosts(lab), ui="none") as pool:
+            reports = pool.fetch("hf://org/model")
+        assert (reports[0].downloaded, reports[1].from_here) == (MIB + len(CONFIG), MIB + len(CONFIG))
+        assert on(lab, "node2") == files

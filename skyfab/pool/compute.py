@@ -675,11 +675,11 @@ class Compute(ShownAsTable):
         `source` is ``hf://org/model``, ``hf://datasets/org/name``, both also with ``@revision``, or the URL of a file,
         ``https://host/file.bin#sha256=…``. Of a repository, `include` and `exclude` are patterns of paths. Hosts that
         reach the server download different files and send them to the others; if none does, this machine downloads.
+        `on` is a host, "head" or "all".
         """
-        from skyfab.pool.fetch import Fetcher
+        from skyfab.pool.fetch import fetch
 
-        nodes = self._chosen(on)
-        return Fetcher(self.relay, self._nodes.solo_spec).fetch(source, include, exclude, nodes)
+        return fetch(source, (include, exclude), self._chosen(on), self.relay, self._nodes.solo_spec)
 
     def mirror(
         self, path: AnyPath | Sequence[AnyPath], *, to: AnyPath = ".", on: str = "head", limit: str | None = None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import re
 import threading
 import time
 from collections import deque
@@ -18,18 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from skyfab._util import schema
 from skyfab._util.cache import cache_folder
 from skyfab._util.signals import GuardedCondition
 from skyfab._util.sizes import counted, readable
-from skyfab.errors import HostUnfit, ProtocolError, SkyfabError, printable
-from skyfab.files.entries import words
-from skyfab.files.transfer import Here
-from skyfab.host.download import DAMAGED, REFUSED, Downloads
-from skyfab.host.hub import is_sha256
-from skyfab.pool.files import AGAIN, Remote
+from skyfab.errors import HostError, ProtocolError, SkyfabError, Unreachable, printable
+from skyfab.pool.caches import Cache
+from skyfab.pool.files import AGAIN
 from skyfab.pool.futures import refuse_to_block
-from skyfab.pool.hub import Found, HubFile, denied, find
+from skyfab.pool.hub import Found, HubFile, find
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.relay import FULL, Relay
 from skyfab.session.fanout import Raised, for_each_host, one_error, results_of
@@ -39,8 +34,6 @@ _LANES: Final = 4
 """Downloads of one host at a time."""
 _BATCH: Final = 1 << 30
 """Bytes of the files of one relay at most, if it has more than one: what it has brought outlives an interruption."""
-_LOOK: Final = 0.5
-"""Seconds after which a download says how far it is."""
 _PACE: Final = 0.1
 """Seconds between two events of progress."""
 _HERE: Final = "this machine"
@@ -82,130 +75,41 @@ class Fetched:
         return f"{self.host}: {count}; {what}, in {self.seconds:.1f} s: {self.path}"
 
 
-class Fetcher:
-    """Fetches for the hosts of a pool."""
+def fetch(
+    source: str,
+    patterns: tuple[Sequence[str], Sequence[str]],
+    nodes: Sequence[Node],
+    relay: Relay,
+    spec_of: Callable[[Node, str], WorkerSpec],
+) -> list[Fetched]:
+    """Raises the errors of hosts, after the others have got all; UsageError and SkyfabError for the source.
 
-    def __init__(self, relay: Relay, spec_of: Callable[[Node, str], WorkerSpec]) -> None:
-        self._relay = relay
-        self._spec_of = spec_of
+    `patterns` are those of files to fetch, and of files to leave out.
+    """
+    refuse_to_block()
+    stopped = threading.Event()
 
-    def fetch(
-        self, source: str, include: Sequence[str], exclude: Sequence[str], nodes: Sequence[Node]
-    ) -> list[Fetched]:
-        """Raises the errors of hosts, after the others have got all; UsageError and SkyfabError for the source."""
-        refuse_to_block()
-        stopped = threading.Event()
+    def open_cache(node: Node | None) -> Cache:
+        return Cache(node, None if node is None else spec_of(node, ""), stopped)
 
-        def open_side(node: Node | None) -> _Side:
-            return _Side(node, None if node is None else self._spec_of(node, ""), stopped)
-
-        with ExitStack() as ends:
-            here = ends.enter_context(closing(open_side(None)))
-            opened = results_of(for_each_host(open_side, nodes))
-            hosts = {node: ends.enter_context(closing(side)) for node, side in zip(nodes, opened, strict=True)}
-            ends.callback(stopped.set)  # after Ctrl-C, downloads end; what has come stays
-            found = find(source, lambda *asked: _page([here, *opened], *asked))
-            fetch = _Fetch(found.matching(include, exclude), hosts, here, self._relay, open_side)
-            return fetch.run()
+    with ExitStack() as ends:
+        here = ends.enter_context(closing(open_cache(None)))
+        opened = results_of(for_each_host(open_cache, nodes))
+        hosts = {node: ends.enter_context(closing(cache)) for node, cache in zip(nodes, opened, strict=True)}
+        ends.callback(stopped.set)  # after Ctrl-C, downloads end; what has come stays
+        found = find(source, lambda *asked: _page([here, *opened], *asked)).matching(*patterns)
+        return _Fetch(found, hosts, here, relay, open_cache).run()
 
 
-def _page(sides: Sequence[_Side], url: str, token: str, most: int) -> tuple[int, str, int, bytes]:
+def _page(caches: Sequence[Cache], url: str, token: str, most: int) -> tuple[int, str, int, bytes]:
     """Asks a server from this machine, or from the first host that reaches it."""
     said: list[str] = []
-    for side in sides:
-        status, why, size, body = side.page(url, token, most)
+    for cache in caches:
+        status, why, size, body = cache.page(url, token, most)
         if status:
             return status, why, size, body
-        said.append(f"{side.name}: {why}")
+        said.append(f"{cache.name}: {why}")
     return 0, "; ".join(said[:8]), -1, b""
-
-
-class _Refused(Exception):
-    """Nobody gets the file."""
-
-    def __init__(self, error: SkyfabError) -> None:
-        super().__init__(str(error))
-        self.error = error
-
-
-class _Unreached(Exception):
-    """Another host may get it."""
-
-
-class _Side:
-    """The cache of a host, or of this machine (`node` is None), and one download at a time to it."""
-
-    def __init__(self, node: Node | None, spec: WorkerSpec | None, stopped: threading.Event) -> None:
-        self.name = _HERE if node is None else node.name
-        self._stopped = stopped
-        self._asked: Here | Remote
-        if node is None or spec is None:
-            downloads = Downloads(str(cache_folder()))
-            self._asked, self._close = Here(downloads), downloads.close
-        else:
-            remote = Remote(node, spec, full=FULL)
-            remote.stopped = stopped
-            self._asked, self._close = remote, remote.close
-            self.ask(Any, "hub")
-
-    def ask(self, shape: Any, request: str, *arguments: Any) -> Any:
-        """Raises the errors of a host; SkyfabError for those of this machine; ProtocolError for an invalid reply."""
-        try:
-            return schema.parse(shape, self._asked.ask(request, *arguments).result())
-        except schema.Invalid as error:
-            raise ProtocolError(f"invalid reply to {request}: {error}", host=self.name) from None
-        except OSError as error:
-            if isinstance(error, SkyfabError):
-                raise
-            raise SkyfabError(f"{_HERE}: {words(error)}") from error
-
-    def page(self, url: str, token: str, most: int) -> tuple[int, str, int, bytes]:
-        try:
-            status, why, size, body = self.ask(tuple[int, str, int, bytes], "page", url, token, most)
-        except SkyfabError as error:
-            return 0, str(error), -1, b""
-        return status, why, size, bytes(body[:most])
-
-    def find(self, repository: str, files: Sequence[HubFile]) -> list[str]:
-        """The names of contents in the store; empty ones for what it lacks. Raises HostUnfit if that does not fit."""
-        asked = [(file.tag, file.size) for file in files]
-        names: list[str]
-        names, room = self.ask(tuple[list[str], int], "find", repository, asked)
-        if len(names) != len(files) or not all(map(_may_be, names, files)):
-            raise ProtocolError("invalid reply to find", host=self.name)
-        need = sum(file.size for name, file in zip(names, files, strict=True) if not name)
-        if need > room:
-            text = f"not enough space for these files: they need {readable(need)}, {readable(room)} is free"
-            raise HostUnfit(text, host=self.name, hint=FULL)
-        return names
-
-    def download(self, file: HubFile, found: Found, progress: Callable[[int], None]) -> str:
-        """Returns the name of the content in the store. Raises _Refused, _Unreached and what `ask` raises."""
-        self.ask(Any, "begin", file.url, file.tag, file.size, found.token)
-        while not self._stopped.is_set():
-            done, name, problem, text = self.ask(tuple[int, str, str, str], "look", _LOOK)
-            progress(max(0, min(done, file.size)))
-            if problem == DAMAGED:
-                raise _Refused(SkyfabError(f"{file.path} arrived damaged from {file.url}: {text}", host=self.name))
-            if problem == REFUSED:
-                is_denied = text in ("401", "403") and found.shown
-                error = SkyfabError(f"{file.url}: HTTP {text}", host=self.name)
-                raise _Refused(denied(found.shown, text, found.token) if is_denied else error)
-            if problem:
-                raise _Unreached(f"cannot download {file.path}: {text}")
-            if name:
-                if not _may_be(name, file):
-                    raise ProtocolError("invalid reply to look", host=self.name)
-                return str(name)
-        raise _Unreached("interrupted")
-
-    def close(self) -> None:
-        self._close()
-
-
-def _may_be(name: str, file: HubFile) -> bool:
-    """Whether a name in the store is possible; an empty one is, for what the store lacks."""
-    return name in ("", file.tag) if is_sha256(file.tag) else re.fullmatch("([0-9a-f]{64})?", name) is not None
 
 
 class _Fetch:
@@ -214,12 +118,12 @@ class _Fetch:
     def __init__(
         self,
         found: Found,
-        hosts: Mapping[Node, _Side],
-        here: _Side,
+        hosts: Mapping[Node, Cache],
+        here: Cache,
         relay: Relay,
-        open_side: Callable[[Node | None], _Side],
+        open_cache: Callable[[Node | None], Cache],
     ) -> None:
-        self._found, self._hosts, self._here, self._relay, self._open_side = found, hosts, here, relay, open_side
+        self._found, self._hosts, self._here, self._relay, self._open_cache = found, hosts, here, relay, open_cache
         self._began = time.monotonic()
         self._files = {file.tag: file for file in sorted(found.files, key=lambda file: -file.size)}
         """By the server's name for their contents, the largest first."""
@@ -300,7 +204,7 @@ class _Fetch:
             if self._lacking.pop(node, None) is None:
                 return
             self._errors[node] = error if isinstance(error, Exception) else SkyfabError(str(error), host=node.name)
-            self._leave(node, str(error))
+            self._leave(node, getattr(error, "message", str(error)))
             for tag, holders in self._holders.items():
                 if node in holders:
                     holders.remove(node)
@@ -328,21 +232,18 @@ class _Fetch:
     def _run_lane(self, place: Node | None, tag: str | None) -> None:
         """Downloads one file after another, until there is none, or this host cannot."""
         try:
-            with closing(self._open_side(place)) as side:
+            with closing(self._open_cache(place)) as cache:
                 while tag is not None:
-                    name = side.download(self._files[tag], self._found, self._progress[place].of(tag))
+                    name = cache.download(self._files[tag], self._found, self._progress[place].of(tag))
                     self._got(tag, name, place)
                     tag = self._take()
-        except _Unreached as error:
-            self._leave(place, str(error))
-        except _Refused as error:
-            self._fatal = error.error
-        except SkyfabError as error:
-            self._leave(place, str(error))
-            if place is not None:
-                self._drop(place, error)
+        except Unreachable as error:
+            self._leave(place, error.message)
         except BaseException as error:
-            self._fatal = error
+            if place is not None and isinstance(error, (HostError, ProtocolError)):
+                self._drop(place, error)
+            else:
+                self._fatal = error
         finally:
             with self._changed:
                 if tag is not None and tag not in self._names:
@@ -406,10 +307,10 @@ class _Fetch:
         )
         if errors:
             self._each(lambda node: self._hosts[node].find("", []))  # those that do not respond are lost
-            is_held = any(node in self._lacking for node in holders)
-            if is_here or (is_held and not self._came_here(batch)):
-                for node in errors:
-                    self._drop(node, errors[node])
+            may_retry = not is_here and (not any(node in self._lacking for node in holders) or self._came_here(batch))
+            for node, error in errors.items():
+                if not may_retry or getattr(error, "hint", None) == FULL:
+                    self._drop(node, error)
         with self._changed:
             for node in self._lacking.keys() - errors.keys():
                 new = self._lacking[node].intersection(batch)
@@ -425,7 +326,7 @@ class _Fetch:
 
     def _came_here(self, batch: Sequence[str]) -> bool:
         """Downloads to this machine what hosts cannot pass on: they may not reach each other."""
-        with suppress(_Unreached, _Refused, SkyfabError):
+        with suppress(SkyfabError):
             for tag in batch:
                 self._names[tag] = self._here.download(self._files[tag], self._found, self._progress[None].of(tag))
                 self._holders[tag].append(None)

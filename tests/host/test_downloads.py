@@ -136,7 +136,7 @@ def test_a_full_disk_is_an_error_of_the_system(hub: Hub, tmp_path: Path) -> None
     (tmp_path / "cache").write_text("a file")
     downloads = Downloads(str(tmp_path / "cache"))
     downloads.begin(url(hub, "large.bin"), SHA, len(LARGE), "")
-    with pytest.raises(OSError, match="Not a directory|File exists"):
+    with pytest.raises(OSError, match=r"Not a directory|File exists"):
         downloads.look(10)
 
 
@@ -147,7 +147,7 @@ def test_what_is_laid_out_is_found_and_on_the_disk_once(downloads: Downloads, hu
     assert (folder / "large.bin").read_bytes() == LARGE
     assert (folder / "in/small.json").readlink() == Path("../../../blobs", git_hash(SMALL))
     assert (folder / "../../refs/main").read_text() == COMMIT
-    assert os.path.samefile(folder / "large.bin", Path(downloads.store, SHA))
+    assert Path(downloads.store, SHA).samefile(folder / "large.bin")
     assert downloads.lay_out("models--org--model", COMMIT, "main", files) == str(folder), "again"
     for path in Path(downloads.store).iterdir():
         path.unlink()
@@ -156,7 +156,7 @@ def test_what_is_laid_out_is_found_and_on_the_disk_once(downloads: Downloads, hu
     assert found == [*names, "", ""]
     assert room > 0
     assert stored(downloads) == {names[0]: LARGE, names[1]: SMALL}, "linked back"
-    assert not [path for path in folder.parents[1].rglob(".*")], "no drafts are left"
+    assert not list(folder.parents[1].rglob(".*")), "no drafts are left"
 
 
 def test_a_small_file_that_another_host_has_changed_is_refused(downloads: Downloads) -> None:

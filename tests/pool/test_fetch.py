@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +133,16 @@ def test_hosts_download_different_files_and_pass_them_on(
     assert "nothing to fetch" in str(again[0])
 
 
+def test_hosts_on_this_machine(hub: Hub, model: dict[str, bytes], tmp_path: Path) -> None:
+    hosts = [sky.Host(name=name, transport="local", cache=str(tmp_path / name)) for name in ("a", "b")]
+    with sky.Compute(hosts, ui="none") as pool:
+        reports = pool.fetch("hf://org/model")
+        assert cache_variable() @ pool == [str(tmp_path / name / "hub") for name in ("a", "b")]
+    assert sum(report.downloaded for report in reports) == sum(map(len, model.values()))
+    for report in reports:
+        assert {path: Path(report.path, path).read_bytes() for path in model} == model
+
+
 def test_air_gapped_hosts_get_all_from_this_machine(
     lab: Lab, hub: Hub, internet: Internet, model: dict[str, bytes], pool: sky.Compute, tmp_path: Path
 ) -> None:
@@ -213,7 +223,7 @@ def test_a_gated_model(
 ) -> None:
     internet.only_for(*(["node1"] if reached else []))
     hub.repositories["org/model"].gated = True
-    with pytest.raises(sky.UsageError, match="org/model is gated: .* only with a token") as failed:
+    with pytest.raises(sky.UsageError, match=r"org/model is gated: .* only with a token") as failed:
         pool.fetch("hf://org/model")
     assert failed.value.hint is not None
     assert "set HF_TOKEN" in failed.value.hint

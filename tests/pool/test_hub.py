@@ -149,6 +149,16 @@ def test_gated_and_private(hub: Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: 
         look("hf://org/model")
 
 
+def test_a_file_of_another_server(hub: Hub) -> None:
+    url = f"{hub.cdn.url}/org/model/-/a/weights.bin"
+    found = look(f"{url}#sha256={'0' * 64}")
+    assert [(file.path, file.size, file.url) for file in found.files] == [("weights.bin", 200_000, url)]
+    assert not found.repository
+    assert sum(one.sent for one in hub.asked) == 0, "only its size was asked for"
+    with pytest.raises(sky.SkyfabError, match="HTTP 404"):
+        look(f"{url}x#sha256={'0' * 64}")
+
+
 def test_a_server_that_nobody_reaches(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(sky.SkyfabError, match="cannot be reached") as failed:

@@ -262,7 +262,8 @@ class _Fetch:
             if place in self._lacking:
                 self._lacking[place].discard(tag)
                 self._reports[place].downloaded += self._files[tag].size
-            self._changed.notify_all()
+            if any(tag in lacking for lacking in self._lacking.values()):
+                self._changed.notify_all()
 
     def _leave(self, place: Node | None, why: str) -> None:
         """A host downloads no more."""
@@ -350,22 +351,26 @@ class _Progress:
     def __init__(self, host: str, events: Events) -> None:
         self._host = host
         self._events = events
-        self.total = 0
+        self.total = self._done = 0
         self._parts: dict[str, int] = {}
         """Bytes of each download, and of the present relay, whose key is empty."""
         self._last = 0.0
+        self._lock = threading.Lock()
 
     def of(self, key: str) -> Callable[[int], None]:
         return functools.partial(self._note, key)
 
     def add(self, size: int) -> None:
         """A relay has brought all that it should."""
-        self._parts["relayed"] = self._parts.get("relayed", 0) + size
+        self._note("relayed", self._parts.get("relayed", 0) + size)
         self._note("", 0)
 
     def _note(self, key: str, done: int) -> None:
-        self._parts[key] = done
-        now, done = time.monotonic(), min(sum([*self._parts.values()]), self.total)
-        if self.total and (done == self.total or now - self._last > _PACE):
-            self._last = now
+        with self._lock:
+            self._done += done - self._parts.get(key, 0)
+            self._parts[key] = done
+            now, done = time.monotonic(), min(self._done, self.total)
+            is_due = self.total and (done == self.total or now - self._last > _PACE)
+            self._last = now if is_due else self._last
+        if is_due:
             self._events.emit(Moved(host=self._host, what="fetching files", done=done, total=self.total))

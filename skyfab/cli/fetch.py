@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Annotated
 
@@ -38,5 +39,10 @@ def fetch(
     from skyfab.ui.terminal import clean
 
     with file_pool(*selected(hosts, inventory)) as compute:
-        for one in compute.fetch(source, include=include, exclude=exclude):
+        try:
+            reports = compute.fetch(source, include=include, exclude=exclude)
+        except KeyboardInterrupt:
+            print("what has arrived stays: the same command continues", file=sys.stderr)
+            raise
+        for one in reports:
             print(clean(str(one)))

@@ -80,6 +80,8 @@ class Hub:
         self.rate = 0.0
         """Bytes per second of a large file, if it is limited."""
         self.ranges = True
+        self.refused: set[str] = set()
+        """Addresses of clients that get no response any more."""
         self.statuses: dict[str, list[int]] = {}
         """Path → what is answered before the file is sent."""
         self.cdn = _Server(self, "cdn", address)
@@ -135,6 +137,9 @@ class _Server(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             self._open.discard(request)
+
+    def verify_request(self, request: object, client_address: tuple[str, int]) -> bool:  # type: ignore[override]
+        return client_address[0] not in self.hub.refused
 
     def close_all(self) -> None:
         """Cuts the connections."""

@@ -24,6 +24,10 @@ _LOOK: Final = 0.5
 """Seconds after which a download says how far it is."""
 
 
+_LONGEST: Final = 300
+"""Characters of a host's text in an error."""
+
+
 class Cache:
     """The cache of a host, or of this machine (`node` is None), and one download at a time to it."""
 
@@ -58,7 +62,7 @@ class Cache:
             status, why, size, body = self.ask(tuple[int, str, int, bytes], "page", url, token, most)
         except SkyfabError as error:
             return 0, str(error), -1, b""
-        return status, why, size, bytes(body[:most])
+        return status, why[:_LONGEST], size, bytes(body[:most])
 
     def find(self, repository: str, files: Sequence[HubFile]) -> list[str]:
         """The names of contents in the store; empty ones for what it lacks. Raises HostUnfit if that does not fit."""
@@ -82,6 +86,7 @@ class Cache:
         while not self._stopped.is_set():
             done, name, problem, text = self.ask(tuple[int, str, str, str], "look", _LOOK)
             progress(max(0, min(done, file.size)))
+            text = text[:_LONGEST]
             if problem == DAMAGED:
                 raise SkyfabError(f"{file.path} arrived damaged from {file.url}: {text}", host=self.name)
             if problem == REFUSED and text in ("401", "403") and found.shown:

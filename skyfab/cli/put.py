@@ -51,7 +51,7 @@ def put(
         if local.is_symlink():
             raise UsageError(f"broken link: {path} points to {local.readlink()}")
         raise UsageError(f"no such file or folder: {path}", hint=similar_path(local))
-    with _pool(*selected(hosts, inventory)) as compute:
+    with file_pool(*selected(hosts, inventory)) as compute:
         _tell(compute.upload(path, to=to))
 
 
@@ -102,7 +102,7 @@ def get(
 def _fetch(inventory: Inventory, hosts: Sequence[Host], paths: Sequence[str], to: str) -> int:
     """Fetches from the hosts that respond, and prints the errors of the others. Raises the error if none responds."""
     try:
-        with _pool(inventory, hosts) as compute:
+        with file_pool(inventory, hosts) as compute:
             _tell(compute.download(paths, to=to))
         return 0
     except (HostError, PoolError) as error:
@@ -149,7 +149,7 @@ def mirrored(run: Run) -> Iterator[bool]:
     with ExitStack() as opened:
         try:
             if is_named:
-                compute = opened.enter_context(_pool(run.inventory, hosts))
+                compute = opened.enter_context(file_pool(run.inventory, hosts))
                 mirrors = start_mirrors(compute, noted["mirror"], noted["limit"], Path(noted["to"]))
         except SkyfabError as error:
             tell_not_fetched(error)
@@ -193,7 +193,7 @@ def _note_of(run: Run) -> Path:
 
 
 @contextmanager
-def _pool(inventory: Inventory, hosts: Sequence[Host]) -> Iterator[Compute]:
+def file_pool(inventory: Inventory, hosts: Sequence[Host]) -> Iterator[Compute]:
     """A pool whose hosts are sent no modules. An error of this machine's files is a message, as one of a host's is."""
     from skyfab.calls.image import Image
     from skyfab.files.entries import words

@@ -26,7 +26,7 @@ from skyfab.ui.terminal import unwritten
 
 _NAMES: Final = (
     *("train", "run", "sweep", "serve", "runs", "logs", "attach", "stop", "init", "hosts", "top", "doctor", "stacks"),
-    *("exec", "ssh", "forward", "put", "get", "trust", "prepare", "gc", "completion"),
+    *("exec", "ssh", "forward", "put", "get", "fetch", "trust", "prepare", "gc", "completion"),
     *("lab.up", "lab.down", "lab.status"),
 )
 """The commands, in the order in which new users need them."""

@@ -27,6 +27,8 @@ _WORDS: Final = {
     "run": "run folder",
     "runs": "run",
     "files": "working folder",
+    "hub": "model",
+    "fetched": "fetched file",
     "compiled": "kernel cache",
     "drafts": "incomplete item",
     "wheels": "wheel",

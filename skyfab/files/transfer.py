@@ -15,8 +15,8 @@ from skyfab._util import schema
 from skyfab._util.sizes import counted, readable
 from skyfab.errors import ProtocolError
 from skyfab.files.entries import FILE, LARGEST, shown
-from skyfab.files.source import GONE, PIECE, SMALL, Source
-from skyfab.files.target import EQUAL_SIZE, NEWER, Target
+from skyfab.files.source import GONE, PIECE, SMALL
+from skyfab.files.target import EQUAL_SIZE, NEWER
 
 _AHEAD: Final = 16
 """Requests that are sent ahead: to read packs and pieces, and as many to write them."""
@@ -77,9 +77,9 @@ def check(request: str, value: Any) -> Any:
 
 
 class Here:
-    """A source or target on this machine."""
+    """A source, a target or a cache of the hub on this machine."""
 
-    def __init__(self, side: Source | Target) -> None:
+    def __init__(self, side: object) -> None:
         self._side = side
 
     def ask(self, request: str, *arguments: Any) -> Reply:

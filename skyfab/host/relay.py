@@ -226,7 +226,8 @@ class StoreRelay(HostRelay):
         """Their descriptors. They are not written through memory, which would take a page fault for each 4 KiB."""
         self._contents: list[memoryview] = []
         for number, (name, size) in enumerate(items):
-            self._contents.append(_found(name, size) or self._draft(number, name, size))
+            found = _found(name, size)
+            self._contents.append(self._draft(number, name, size) if found is None else found)
         self._memory = memoryview(bytearray(max((end - start for _, start, end in self._chunks), default=0)))
         self._missing = [number for number, (item, _, _) in enumerate(self._chunks) if item in self.drafts]
 

@@ -80,6 +80,7 @@ if TYPE_CHECKING:
     from skyfab.device.stream import DeviceStream
     from skyfab.engines.executor import PoolExecutor
     from skyfab.engines.ray import RayCluster
+    from skyfab.pool.fetch import Fetched
     from skyfab.pool.mirror import Mirror
 
 P = ParamSpec("P")
@@ -681,6 +682,20 @@ class Compute(ShownAsTable):
         """
         paths = [path] if isinstance(path, (str, os.PathLike)) else path
         return self.files.download(paths, to, self._chosen(on), apart=on == "all" and len(self.hosts) > 1)
+
+    def fetch(
+        self, source: str, *, include: Sequence[str] = (), exclude: Sequence[str] = (), on: str = "all"
+    ) -> list[Fetched]:
+        """Puts a model of the Hugging Face hub into the caches of hosts, where its libraries find it (docs/files.md).
+
+        `source` is ``hf://org/model``, ``hf://datasets/org/name``, both also with ``@revision``, or the URL of a file,
+        ``https://host/file.bin#sha256=…``. Of a repository, `include` and `exclude` are patterns of paths. Hosts that
+        reach the server download different files and send them to the others; if none does, this machine downloads.
+        `on` is a host, "head" or "all".
+        """
+        from skyfab.pool.fetch import fetch
+
+        return fetch(source, (include, exclude), self._chosen(on), self.relay, self._nodes.solo_spec)
 
     def mirror(
         self, path: AnyPath | Sequence[AnyPath], *, to: AnyPath = ".", on: str = "head", limit: str | None = None

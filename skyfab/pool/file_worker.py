@@ -29,7 +29,7 @@ from skyfab.session.replies import Reply
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
 _FULL_HINT: Final = "free some space on it, or send to another disk (to=…, --to=…)"
-_AGAIN: Final = "run it again: it resumes where it stopped"
+AGAIN: Final = "run it again: it resumes where it stopped"
 _workers = itertools.count(1)
 
 
@@ -66,7 +66,7 @@ class Remote:
             raise HostLost(
                 "it was lost during the transfer",
                 host=self._node.name,
-                hint=_AGAIN,
+                hint=AGAIN,
             )
         *words, last = (request, *arguments)
         if isinstance(last, (bytes, memoryview)) and request in ("store", "piece", "chunk", "relay"):
@@ -126,5 +126,5 @@ def unfit(number: int, text: str, host: str, full: str = _FULL_HINT) -> HostUnfi
     if number in _FULL:
         hint = full
     elif number == errno.ESTALE:
-        hint = _AGAIN
+        hint = AGAIN
     return HostUnfit(text, host=host, hint=hint)

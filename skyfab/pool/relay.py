@@ -29,7 +29,7 @@ Content = Buffer | Path | None
 """Of an item: memory or a file of this machine; None: only other hosts have it."""
 LEAST: Final = 4 << 20
 """Bytes of a call that several hosts lack from which on they pass them on to each other."""
-_FULL: Final = "free some space, or put the cache on another disk (cache = … in the inventory)"
+FULL: Final = "free some space, or put the cache on another disk (cache = … in the inventory)"
 
 
 class Relay:
@@ -77,7 +77,7 @@ class Relay:
     ) -> dict[Node, Exception]:
         """With `may_change`, the program may modify items after they were named."""
         nodes_of_all = dict.fromkeys((*nodes, *owners))
-        remotes = [Remote(node, self._spec_of(node, ""), full=_FULL) for node in nodes_of_all]
+        remotes = [Remote(node, self._spec_of(node, ""), full=FULL) for node in nodes_of_all]
         hosts = [ChainHost(node, remote) for node, remote in zip(nodes_of_all, remotes, strict=True)]
         errors: dict[Node, Exception] = {}
         with ExitStack() as ends:
@@ -216,6 +216,6 @@ class _Items:
 
     def changed(self, item: int) -> UsageError:
         if item in self._files:
-            return UsageError(f"{self._items[item][1]} has changed while it was sent", hint="send it again")
+            return UsageError(f"{self._items[item][1]!s} has changed while it was sent", hint="send it again")
         hint = "do not modify it until the call has ended, or pass a copy"
         return UsageError("an argument has changed while it was sent", hint=hint)

@@ -30,6 +30,9 @@ cd "$folder" || cd || exit
 test -z "$setup" || eval "$setup" || exit
 # shellcheck disable=SC1090 # written by skyfab a moment ago
 test -z "$variables" || { . "$cache/$variables"; rm -f "$cache/$variables"; }
+if test -d "$cache/hub" && test -z "${HF_HUB_CACHE-}${HF_HOME-}"; then
+  export HF_HUB_CACHE="$cache/hub"
+fi
 case $programs in
   env/*)
     programs=$cache/envs/${programs#env/}/bin

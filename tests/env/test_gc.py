@@ -179,6 +179,27 @@ def test_working_folders_go_when_nothing_in_them_was_used_and_are_named(cache: C
     ]
 
 
+def test_a_model_goes_when_it_was_not_read_and_what_it_shares_counts_once(cache: Cache) -> None:
+    blob = "hub/models--org--{}/blobs"
+    cache(
+        FILL
+        + "mkdir -p fetched; head -c 3000000 /dev/zero >fetched/old.bin; "
+        + "".join(
+            f"mkdir -p {(own := blob.format(name))}; head -c 3000000 /dev/zero >{own}/x; "
+            f"ln -s blobs/x {own}/../link; ln {own}/x blobs/{digest(letter)}; "
+            for name, letter in (("old", "d"), ("read", "e"))
+        )
+        + "age '40 days ago' hub fetched blobs/dd* blobs/ee*; touch -a -d '1 day ago' hub/models--org--read/blobs/x"
+    )
+    would_go = cache.gc(dry_run=True)
+    swept = cache.gc()
+    assert would_go.counts == swept.counts
+    assert (swept.counts["hub"], swept.counts["fetched"], swept.counts["blobs"]) == (1, 1, 3)
+    assert 6_000_000 < would_go.size < 6_500_000, "not the model that stays, although its other name goes"
+    assert 6_000_000 < swept.size < 6_500_000
+    assert cache('cd "$c"; ls hub fetched') == ["fetched:", "", "hub:", "models--org--read"]
+
+
 def test_half_made_things_go_after_a_day(cache: Cache) -> None:
     drafts = [
         f"envs/.in-{'d' * 40}-s1",
@@ -484,6 +505,7 @@ def test_here_goes_what_was_not_read_lately(tmp_path: Path, monkeypatch: pytest.
     made = {}
     for letter, age in (("a", 40), ("b", 2)):
         names = (
+            f"blobs/{digest(letter)}",
             f"wheels/{digest(letter)}/x.whl",
             f"locks/{letter}.toml",
             f"tools/uv-{letter}/uv",
@@ -506,7 +528,9 @@ def test_here_goes_what_was_not_read_lately(tmp_path: Path, monkeypatch: pytest.
     would_go = sweep_here(30, dry_run=True)
     assert all(os.path.lexists(path) for path in made)
     swept = sweep_here(30)
-    assert swept.counts == would_go.counts == {"wheels": 1, "drafts": 1, "tools": 2, "pythons": 1, "hosts": 1}
+    assert (
+        swept.counts == would_go.counts == {"wheels": 1, "drafts": 1, "tools": 2, "pythons": 1, "hosts": 1, "blobs": 1}
+    )
     left = {path for path in made if path.exists()}
     kept = {path for path, days in made.items() if days == 2} | {own / "locks/a.toml", own / f"pythons/{OLD}/file"}
     assert left == kept - {own / "locks" / ".new-1"}

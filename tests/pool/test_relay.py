@@ -89,16 +89,17 @@ def test_what_one_host_has_does_not_leave_again(lab: Lab, pool: sky.Compute) -> 
 
 
 def test_what_only_other_hosts_have(lab: Lab, pool: sky.Compute) -> None:
-    """Different hosts have different items, and this machine has neither."""
-    (one, data), (two, other) = item(5 * MIB), item(6 * MIB)
-    assert pool.relay.send({one: data}, pool.hosts[:1]) == {}
+    """Different hosts have different items, of which one is empty, and this machine has none."""
+    (one, data), (two, other), (empty, _) = item(5 * MIB), item(6 * MIB), item(0)
+    assert pool.relay.send({one: data, empty: b""}, pool.hosts[:1]) == {}
     assert pool.relay.send({two: other}, pool.hosts[1:2]) == {}
-    holders = {one: pool.hosts[:1], two: pool.hosts[1:2]}
+    holders = {one: pool.hosts[:1], empty: pool.hosts[:1], two: pool.hosts[1:2]}
     before = left(lab)
-    assert pool.relay.send({one: None, two: None}, pool.hosts[2:], holders=holders) == {}
+    assert pool.relay.send({one: None, empty: None, two: None}, pool.hosts[2:], holders=holders) == {}
     assert left(lab) - before < 100_000
     assert [*map(bool, stored(one) @ pool)] == [True, False, True, True]
     assert [*map(bool, stored(two) @ pool)] == [False, True, True, True]
+    assert [*map(bool, stored(empty) @ pool)][2:] == [True, True]
 
 
 def test_what_nobody_has(pool: sky.Compute) -> None:

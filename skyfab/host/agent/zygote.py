@@ -119,7 +119,7 @@ def _prepare() -> None:
     """Imports what every worker needs, and runs `site`, without which the interpreter was started."""
     import site
 
-    from skyfab.host import compiled
+    from skyfab.host import compiled, hub  # noqa: F401
     from skyfab.host.agent import worker
 
     worker.Worker  # noqa: B018  # imported before the fork, so that workers share its memory
@@ -314,8 +314,10 @@ def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited:
         from skyfab.host.gpu_locks import note_rank
 
         note_rank(request)
-    from skyfab.host import compiled
+    from skyfab.host import compiled, hub
     from skyfab.host.agent import worker
 
-    compiled.use(os.path.dirname(request["stores"][-1]))  # the variables of the request replace it
+    cache = os.path.dirname(request["stores"][-1])
+    compiled.use(cache)  # the variables of the request replace it
+    os.environ.update(hub.variables(cache, {**os.environ, **request["env"]}))
     worker.main(source, sink, request)

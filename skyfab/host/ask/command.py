@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 
+from skyfab.host import hub
 from skyfab.host.agent.workdir import enter, place
 from skyfab.host.ask.serve import AT_END
 
@@ -40,7 +41,7 @@ def command(cache: str, *, line: str, workdir: str, variables: dict[str, str]) -
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env={**os.environ, **variables},
+            env={**os.environ, **hub.variables(cache, {**os.environ, **variables}), **variables},
             umask=int(os.environ.get("SKYFAB_UMASK", "022"), 8),
             start_new_session=True,
         )

@@ -10,7 +10,7 @@ import json
 import os
 import zlib
 
-from skyfab.context import own_folder
+from skyfab.context import own_folder, own_stores
 from skyfab.files.entries import FILE, is_inner, walk, words
 from skyfab.files.source import Source, matching
 from skyfab.files.target import Target
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from skyfab.host.mirror import News
 
 _side: Any = None
-"""Of this process, a source, a target or a relay: a transfer has a worker of its own."""
+"""Of this process, a source, a target, a relay or a cache of the hub: a transfer has a worker of its own."""
 _relays: dict[int, Any] = {}
 """By which files of the target come, and are passed on."""
 _mirror: News | None = None
@@ -138,6 +138,14 @@ def _measure(names: Sequence[str]) -> tuple[list[int], str]:
     return measure(names)
 
 
+def _hub() -> None:
+    """Opens the host's cache of the hub."""
+    global _side
+    from skyfab.host.download import Downloads  # its imports would slow the start of other transfers
+
+    _side = Downloads(os.path.dirname(own_stores()[-1]))
+
+
 def _compiled(way: str) -> str:
     """Opens the source (`send`) or target of the host's compiled kernels. Returns their key; empty if it has none."""
     global _side
@@ -149,7 +157,7 @@ def _compiled(way: str) -> str:
     return os.path.basename(folder).decode()
 
 
-_OPENING = ("receive", "send", "news", "open", "measure", "compiled")
+_OPENING = ("receive", "send", "news", "open", "measure", "hub", "compiled")
 _REQUESTS: dict[str, Any] = {
     "receive": _receive,
     "send": _send,
@@ -158,5 +166,6 @@ _REQUESTS: dict[str, Any] = {
     "open": _open,
     "relay": _relay,
     "measure": _measure,
+    "hub": _hub,
     "compiled": _compiled,
 }

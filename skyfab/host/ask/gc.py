@@ -58,6 +58,7 @@ class _Cleaning:
         self._age = age
         self._dry_run = dry_run
         self._in_use = _InUse(cache)
+        self._seen: dict[tuple[int, int], int] = {}
         self._report: dict[str, Any] = {"removed": {}, "folders": [], "kept_uv": False, "left": ""}
 
     def run(self) -> dict[str, Any]:
@@ -67,6 +68,8 @@ class _Cleaning:
         self._sweep("pythons", "pythons", f"{_DIGEST}|uv", self._no_environment_has)
         self._sweep("packages", "packages", _DIGEST)
         self._sweep("bundles", "bundles", _DIGEST, self._no_pool_has_bundle)
+        self._sweep("hub", "hub", r"(models|datasets|spaces)--.+", _unread)
+        self._sweep("fetched", "fetched", r"[^.].*", _unread)
         for kind in ("trees", "blobs"):
             self._sweep(kind, kind, _DIGEST, self._no_pool_has)
         self._sweep("runs", "runs", _DIGEST, _run_is_over)
@@ -85,8 +88,9 @@ class _Cleaning:
         for kind in kinds:
             self._sweep(kind, kind, r"[^.].*", _unread)
         self._sweep("pythons", "pythons", r"cpython-.*", _unread)
+        self._sweep("blobs", "blobs", _DIGEST, self._no_pool_has)
         self._sweep("", "busy", r".*", _unread)
-        for folder in (*kinds, "pythons"):
+        for folder in (*kinds, "pythons", "blobs"):
             self._sweep("drafts", folder, r"\..*", _unread, _DAY)
         return self._report
 
@@ -121,7 +125,7 @@ class _Cleaning:
         return removed > 0
 
     def _shared_size(self) -> int:
-        seen: set[tuple[int, int]] = set()
+        seen: dict[tuple[int, int], int] = {}
         return sum(_size(os.path.join(self._cache, folder), seen) for folder in ("envs", "uv"))
 
     def _no_environment_has(self, python: str, age: float) -> bool:
@@ -172,8 +176,7 @@ class _Cleaning:
                 self._move(path, aside)
             self._in_use = _InUse(self._cache)
             paths = [path for path in _paths(aside) if is_unused(path, _HOUR) or not _put_back(path)]
-        seen: set[tuple[int, int]] = set()
-        sizes = [(path, _size(path, seen)) for path in paths]
+        sizes = [(path, _size(path, self._seen)) for path in paths]
         found = [(os.path.basename(path), size) for path, size in sizes if self._dry_run or self._delete(path)]
         with contextlib.suppress(OSError):  # something in it could not be deleted
             os.rmdir(aside)
@@ -313,12 +316,12 @@ def _all_old(folder: str, age: float) -> bool:
 
 
 def _unread(path: str, age: float) -> bool:
-    """Whether nothing in it was written or read. Of folders only writes count: scanning them counts as a read."""
+    """Whether nothing in it was written or read. Of folders and links only writes count: a scan reads them."""
     try:
         found = [os.lstat(each) for each in (path, *(() if os.path.islink(path) else _below(path)))]
     except OSError:  # another process was faster
         return False
-    used = [one.st_mtime if stat.S_ISDIR(one.st_mode) else max(one.st_mtime, one.st_atime) for one in found]
+    used = [max(one.st_mtime, one.st_atime) if stat.S_ISREG(one.st_mode) else one.st_mtime for one in found]
     return time.time() - max(used) > age
 
 
@@ -335,14 +338,14 @@ def _glob(cache: str, pattern: str) -> list[str]:
     return glob.glob(os.path.join(glob.escape(cache), pattern))
 
 
-def _size(path: str, seen: set[tuple[int, int]]) -> int:
-    """Bytes on the disk; hard links to the same file count once."""
+def _size(path: str, seen: dict[tuple[int, int], int]) -> int:
+    """Bytes on the disk; a file with several hard links counts when the last of them is seen."""
     total = 0
     for each in (path, *(_below(path) if not os.path.islink(path) else ())):
         with contextlib.suppress(OSError):
             found = os.lstat(each)
-            if (found.st_dev, found.st_ino) not in seen:
-                seen.add((found.st_dev, found.st_ino))
+            links = seen[found.st_dev, found.st_ino] = seen.get((found.st_dev, found.st_ino), 0) + 1
+            if links >= found.st_nlink or stat.S_ISDIR(found.st_mode):
                 total += found.st_blocks * 512
     return total
 

@@ -1,0 +1,48 @@
+"""`skyfab fetch`: models, data sets and other files of servers to the caches of hosts."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+from skyfab.cli.command import InventoryFile, NamedHosts, Option, command
+
+
+@command
+def fetch(
+    source: Annotated[
+        str,
+        Option("hf://ORG/MODEL or hf://datasets/ORG/NAME, with @REVISION, or https://HOST/FILE#sha256=HEX", "SOURCE"),
+    ],
+    hosts: NamedHosts = None,
+    inventory: InventoryFile = None,
+    include: Annotated[Sequence[str], Option("only files that match; can be repeated", "PATTERN")] = (),
+    exclude: Annotated[Sequence[str], Option("no files that match; can be repeated", "PATTERN")] = (),
+) -> None:
+    """Fetch a model or a file into the cache of every host.
+
+    Models and data sets of the Hugging Face hub are laid out as its own library does, and functions, runs and shells on
+    the hosts find them: from_pretrained("org/model"). A file goes into the folder fetched of the cache. Prints the path
+    on each host. Hosts that reach the server download different files, and pass them on to the others; if none does,
+    this machine downloads. Every file is checked against its hash. Ctrl-C keeps what has arrived; type the command
+    again to continue. HF_TOKEN is used for models that need it, HF_ENDPOINT for another hub. Exits with 3 if a host
+    fails, after fetching to the others.
+
+        skyfab fetch hf://org/model --hosts=gpu
+        skyfab fetch hf://org/model@v2 --include='*.safetensors' --include='*.json'
+        skyfab fetch hf://datasets/org/name
+        skyfab fetch https://example.org/weights.bin#sha256=…
+    """
+    from skyfab.cli.host_selection import selected
+    from skyfab.cli.put import file_pool
+    from skyfab.ui.terminal import clean
+
+    with file_pool(*selected(hosts, inventory)) as compute:
+        try:
+            reports = compute.fetch(source, include=include, exclude=exclude)
+        except KeyboardInterrupt:
+            print("what has arrived stays: the same command continues", file=sys.stderr)
+            raise
+        for one in reports:
+            print(clean(str(one)))

@@ -1,0 +1,212 @@
+"""Downloads over HTTP into the store, on a host or on the user's machine: resumed after interruptions, and checked.
+
+A download is written to a draft that is named after the content: a later one, of any program, continues it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import http.client
+import os
+import threading
+import time
+import urllib.error
+import urllib.request
+from urllib.parse import urlsplit
+
+from skyfab.host.hub import ContentHash, HubCache
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+    from typing import IO, Any, Final
+
+UNREACHED, REFUSED, DAMAGED = "unreached", "refused", "damaged"
+"""Why a download ends: the server does not respond, responds with an error, or sends something else."""
+_PIECE: Final = 1 << 20
+_PROBE: Final = 5.0
+"""Seconds for a server to respond, the first time."""
+_SILENCE: Final = 30.0
+"""Seconds without a byte after which a connection has ended."""
+_TRIES: Final = 5
+"""Connections that bring nothing, one after another, after which a download ends."""
+_BUSY: Final = (408, 425, 429, 500, 502, 503, 504)
+"""Statuses of a server that may respond properly a moment later."""
+_FAILURES: Final = (OSError, http.client.HTTPException)
+"""Of a connection."""
+
+
+class Downloads(HubCache):
+    """The downloads of one process, one at a time: `begin`, and then `look` until it has ended."""
+
+    def __init__(self, cache: str) -> None:
+        super().__init__(cache)
+        self._changed = threading.Condition()
+        self._done = 0
+        self._result = ("", "", "")
+        self._error: OSError | None = None
+        self._is_closed = False
+
+    def page(self, url: str, token: str, most: int) -> tuple[int, str, int, bytes]:
+        """What a server has there: status, cause of an error, size, and its content, if that is wanted.
+
+        The status is 0 if it cannot be reached, and the size -1 if it is unknown. `most` is in bytes.
+        """
+        try:
+            with _opened(url, token, "" if most else "0-0", timeout=_PROBE) as response:
+                head = response.headers
+                size = head.get("Content-Range", "").rpartition("/")[2] or head.get("Content-Length", "")
+                return 200, "", int(size) if size.isdecimal() else -1, response.read(most)
+        except urllib.error.HTTPError as error:
+            error.close()
+            return error.code, error.headers.get("X-Error-Code", "") if error.headers else "", -1, b""
+        except (*_FAILURES, ValueError) as error:
+            return 0, _why(error), -1, b""
+
+    def begin(self, url: str, tag: str, size: int, token: str) -> None:
+        """Starts to download what the hub names so."""
+        self._done, self._result, self._error = 0, ("", "", ""), None
+        threading.Thread(target=self._run, args=(url, tag, size, token), daemon=True).start()
+
+    def look(self, seconds: float) -> tuple[int, str, str, str]:
+        """How many bytes have come, its name in the store once it is there, why it has ended, and details.
+
+        Waits for its end, or for a while. Raises the error of a disk.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: any(self._result) or self._error is not None, seconds)
+            if self._error is not None:
+                raise self._error
+            return (self._done, *self._result)
+
+    def close(self) -> None:
+        """Ends the download; what has come stays."""
+        self._is_closed = True
+
+    def _run(self, url: str, tag: str, size: int, token: str) -> None:
+        result, error = ("", "", ""), None
+        try:
+            result = (self._download(url, tag, size, token), "", "")
+        except _Ended as ended:
+            result = ("", ended.problem, str(ended))
+        except OSError as found:
+            error = found
+        with self._changed:
+            self._result, self._error = result, error
+            self._changed.notify_all()
+
+    def _download(self, url: str, tag: str, size: int, token: str) -> str:
+        with self._draft(tag) as file:
+            if file is None:
+                return tag
+            for _ in range(2):
+                had = os.fstat(file.fileno()).st_size
+                name = self._receive(file, url, tag, size, token)
+                if name:
+                    file.flush()
+                    os.replace(file.name, os.path.join(self.store, name))
+                    return name
+                file.truncate(0)
+                if not had:  # else what an earlier download has left may be damaged
+                    break
+            raise _Ended(DAMAGED, f"expected {tag}")
+
+    @contextlib.contextmanager
+    def _draft(self, tag: str) -> Iterator[IO[bytes] | None]:
+        """The draft, which no other process writes to meanwhile; None if the store has the content by now."""
+        os.makedirs(self.store, mode=0o700, exist_ok=True)
+        path = os.path.join(self.store, f".{tag[:16]}-{tag[16:]}")
+        while not os.path.exists(os.path.join(self.store, tag)):
+            with open(path, "a+b") as file:
+                fcntl.flock(file, fcntl.LOCK_EX)
+                if os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
+                    yield file
+                    return
+        yield None
+
+    def _receive(self, file: IO[bytes], url: str, tag: str, size: int, token: str) -> str:
+        """Continues a draft until it has its size. Returns its sha256; an empty string if it is damaged."""
+        found, self._done = ContentHash(size), 0
+        file.seek(0)
+        while piece := file.read(_PIECE):
+            found.update(piece)
+            self._done += len(piece)
+        tries = 0
+        while self._done < size:
+            before, why = self._done, ""
+            try:
+                with _opened(url, token, f"{self._done}-" if self._done else "") as response:
+                    if self._done and response.status != 206:  # the server begins again
+                        file.truncate(0)
+                        found, self._done, before = ContentHash(size), 0, -1
+                    while self._done < size and (piece := self._read(response, size - self._done)):
+                        file.write(piece)
+                        found.update(piece)
+                        self._done += len(piece)
+            except _Broken as broken:
+                why = str(broken)
+            tries = 0 if self._done > before else tries + 1
+            if tries == _TRIES:
+                raise _Ended(UNREACHED, why or f"it sent {self._done:,} of {size:,} bytes")
+            if tries:
+                time.sleep(2**tries / 8)
+        return found.name(tag)
+
+    def _read(self, response: Any, most: int) -> bytes:
+        if self._is_closed:
+            raise _Ended(UNREACHED, "interrupted")
+        try:
+            data: bytes = response.read(min(most, _PIECE))
+        except _FAILURES as error:  # not one of the disk
+            raise _Broken(_why(error)) from None
+        return data
+
+
+class _Ended(Exception):
+    def __init__(self, problem: str, text: str) -> None:
+        super().__init__(text)
+        self.problem = problem
+
+
+class _Broken(Exception):
+    """A connection that may work later."""
+
+
+@contextlib.contextmanager
+def _opened(url: str, token: str, part: str, timeout: float = 0.0) -> Iterator[Any]:
+    """A response with some bytes of what is there, or all. With a timeout its errors are raised as they are."""
+    headers = {"User-Agent": "skyfab", "Accept-Encoding": "identity"}
+    headers |= {"Authorization": f"Bearer {token}"} if token else {}
+    headers |= {"Range": f"bytes={part}"} if part else {}
+    opener = urllib.request.build_opener(_Redirects)
+    try:
+        response = opener.open(urllib.request.Request(url, headers=headers), timeout=timeout or _SILENCE)
+    except _FAILURES as error:
+        if timeout:
+            raise
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()
+            if error.code not in _BUSY:
+                raise _Ended(REFUSED, str(error.code)) from None
+        raise _Broken(_why(error)) from None
+    with response:
+        yield response
+
+
+class _Redirects(urllib.request.HTTPRedirectHandler):
+    """Follows redirects to other servers, which do not get the token."""
+
+    def redirect_request(self, request: Any, response: Any, code: int, text: str, headers: Any, url: str) -> Any:
+        found = super().redirect_request(request, response, code, text, headers, url)
+        if found is not None and urlsplit(url)[:2] != urlsplit(request.full_url)[:2]:
+            found.remove_header("Authorization")
+        return found
+
+
+def _why(error: Exception) -> str:
+    """Without the URL of a redirect, which may have a signature."""
+    if isinstance(error, urllib.error.HTTPError):
+        return f"HTTP {error.code}"
+    reason = getattr(error, "reason", None) or error
+    return str(getattr(reason, "strerror", None) or reason)[:200] or type(error).__name__

@@ -1,0 +1,108 @@
+"""The caches that a fetch fills, on hosts and on this machine: what they have, and downloads to them."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+from skyfab._util import schema
+from skyfab._util.cache import cache_folder
+from skyfab._util.sizes import readable
+from skyfab.errors import HostUnfit, ProtocolError, SkyfabError, Unreachable
+from skyfab.files.entries import words
+from skyfab.files.transfer import Here
+from skyfab.host.download import DAMAGED, REFUSED, Downloads
+from skyfab.host.hub import is_sha256
+from skyfab.pool.file_worker import Remote
+from skyfab.pool.hub import Found, HubFile, denied
+from skyfab.pool.node import Node, WorkerSpec
+from skyfab.pool.relay import FULL
+
+_LOOK: Final = 0.5
+"""Seconds after which a download says how far it is."""
+
+
+_LONGEST: Final = 300
+"""Characters of a host's text in an error."""
+
+
+class Cache:
+    """The cache of a host, or of this machine (`node` is None), and one download at a time to it."""
+
+    def __init__(self, node: Node | None, spec: WorkerSpec | None, stopped: threading.Event) -> None:
+        """Once `stopped` is set, requests fail."""
+        self.name = "this machine" if node is None else node.name
+        self._stopped = stopped
+        self._asked: Here | Remote
+        if node is None or spec is None:
+            downloads = Downloads(str(cache_folder()))
+            self._asked, self._close = Here(downloads), downloads.close
+        else:
+            remote = Remote(node, spec, full=FULL)
+            remote.stopped = stopped
+            self._asked, self._close = remote, remote.close
+            self.ask(Any, "hub")
+
+    def ask(self, shape: Any, request: str, *arguments: Any) -> Any:
+        """Raises the errors of a host; SkyfabError for those of this machine; ProtocolError for an invalid reply."""
+        try:
+            return schema.parse(shape, self._asked.ask(request, *arguments).result())
+        except schema.Invalid as error:
+            raise ProtocolError(f"invalid reply to {request}: {error}", host=self.name) from None
+        except OSError as error:
+            if isinstance(error, SkyfabError):
+                raise
+            raise SkyfabError(f"{self.name}: {words(error)}") from error
+
+    def page(self, url: str, token: str, most: int) -> tuple[int, str, int, bytes]:
+        """As in host/download.py. A host that does not respond does not reach the server."""
+        try:
+            status, why, size, body = self.ask(tuple[int, str, int, bytes], "page", url, token, most)
+        except SkyfabError as error:
+            return 0, str(error), -1, b""
+        return status, why[:_LONGEST], size, bytes(body[:most])
+
+    def find(self, repository: str, files: Sequence[HubFile]) -> list[str]:
+        """The names of contents in the store; empty ones for what it lacks. Raises HostUnfit if that does not fit."""
+        asked = [(file.tag, file.size) for file in files]
+        names: list[str]
+        names, room = self.ask(tuple[list[str], int], "find", repository, asked)
+        if len(names) != len(files) or not all(map(_may_be, names, files)):
+            raise ProtocolError("invalid reply to find", host=self.name)
+        need = sum(file.size for name, file in zip(names, files, strict=True) if not name)
+        if need > room:
+            text = f"not enough space for these files: they need {readable(need)}, {readable(room)} is free"
+            raise HostUnfit(text, host=self.name, hint=FULL)
+        return names
+
+    def download(self, file: HubFile, found: Found, progress: Callable[[int], None]) -> str:
+        """Returns the name of the content in the store.
+
+        Raises Unreachable where another host may get it; UsageError and SkyfabError for what no host gets.
+        """
+        self.ask(Any, "begin", file.url, file.tag, file.size, found.token)
+        while not self._stopped.is_set():
+            done, name, problem, text = self.ask(tuple[int, str, str, str], "look", _LOOK)
+            progress(max(0, min(done, file.size)))
+            text = text[:_LONGEST]
+            if problem == DAMAGED:
+                raise SkyfabError(f"{file.path} arrived damaged from {file.url}: {text}", host=self.name)
+            if problem == REFUSED and text in ("401", "403") and found.shown:
+                raise denied(found.shown, text, found.token)
+            if problem == REFUSED:
+                raise SkyfabError(f"{file.url}: HTTP {text}", host=self.name)
+            if problem or not _may_be(name, file):
+                raise Unreachable(f"cannot download {file.path}: {text or 'invalid reply'}", host=self.name)
+            if name:
+                return str(name)
+        raise Unreachable("interrupted", host=self.name)
+
+    def close(self) -> None:
+        self._close()
+
+
+def _may_be(name: str, file: HubFile) -> bool:
+    """Whether a name in the store is possible; an empty one is, for what the store lacks."""
+    return name in ("", file.tag) if is_sha256(file.tag) else re.fullmatch("([0-9a-f]{64})?", name) is not None

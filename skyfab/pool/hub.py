@@ -1,0 +1,265 @@
+"""What is fetched into the caches of hosts: models and data sets of the Hugging Face hub, and files of other servers.
+
+Names, sizes and hashes come from a server, and are checked here: the rest of skyfab may rely on them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any, Final
+from urllib.parse import quote, unquote, urlsplit
+
+from skyfab._util import schema
+from skyfab._util.suggest import did_you_mean
+from skyfab.errors import SkyfabError, UsageError
+from skyfab.files.entries import is_inner
+
+Page = Callable[[str, str, int], tuple[int, str, int, bytes]]
+"""Asks a server, with a token: status (0: not reached), cause of an error, size of what is there, and its content.
+
+The number is how many bytes of that are wanted at most.
+"""
+_LIST: Final = 64 << 20
+"""Bytes of a list of files."""
+_HUB: Final = "https://huggingface.co"
+_NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
+_MOST_FILES: Final = 100_000
+_LARGEST: Final = 1 << 44
+"""Bytes of a file."""
+_HEX40: Final = re.compile("[0-9a-f]{40}")
+_HEX64: Final = re.compile("[0-9a-f]{64}")
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """One file: where it comes from, and what it must be."""
+
+    path: str
+    tag: str
+    """The sha256, or the hash that git has: the hub names small files so."""
+    size: int
+    url: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found:
+    """What is to be fetched."""
+
+    files: tuple[HubFile, ...]
+    repository: str = ""
+    """Its folder in the cache of the hub; empty for a file of another server."""
+    commit: str = ""
+    revision: str = ""
+    shown: str = ""
+    token: str = field(default="", repr=False)
+    """What the server wants to see before it sends files. Empty if it sends them to anyone."""
+
+    def matching(self, include: Sequence[str], exclude: Sequence[str]) -> Found:
+        """With the files that some of the patterns match. Raises UsageError if there is none."""
+        kept = tuple(
+            file
+            for file in self.files
+            if (not include or _matches(file.path, include)) and not _matches(file.path, exclude)
+        )
+        if not kept:
+            some = ", ".join(file.path for file in self.files[:8])
+            raise UsageError("no file matches", hint=f"it has {some or 'no files'}")
+        return replace(self, files=kept)
+
+
+def _matches(path: str, patterns: Sequence[str]) -> bool:
+    return any(fnmatchcase(path, f"{pattern}*" if pattern.endswith("/") else pattern) for pattern in patterns)
+
+
+def find(source: str, page: Page) -> Found:
+    """What `source` means, such as ``hf://org/model``. Raises UsageError and SkyfabError."""
+    if source.startswith("hf://"):
+        return _Repository.parse(source).listed(page)
+    parts = urlsplit(source)
+    if parts.scheme not in ("http", "https") or not parts.netloc:
+        hint = "hf://ORG/MODEL, hf://datasets/ORG/NAME or https://HOST/FILE#sha256=HEX"
+        raise UsageError(f"cannot fetch {source}", hint=hint)
+    if parts.username is not None:
+        raise UsageError(f"cannot fetch from {parts.hostname} with a user and a password in the URL")
+    digest = parts.fragment.removeprefix("sha256=").lower()
+    path = unquote(parts.path).rpartition("/")[2]
+    url = parts._replace(fragment="").geturl()
+    if not _HEX64.fullmatch(digest):
+        raise UsageError(f"{url}: expected the sha256 of the file", hint=f"write {url}#sha256=HEX")
+    if not _is_path(path):
+        raise UsageError(f"{url} does not end with the name of a file")
+    status, why, size, _ = page(url, "", 0)
+    if status != 200:
+        raise _no_response(url, why) if status == 0 else SkyfabError(f"{url}: HTTP {status}")
+    if not 0 <= size <= _LARGEST:
+        raise SkyfabError(f"{url}: the server does not say how large the file is")
+    return Found(files=(HubFile(path, digest, size, url),))
+
+
+def endpoint() -> str:
+    return os.environ.get("HF_ENDPOINT", "").rstrip("/") or _HUB
+
+
+def own_token() -> str:
+    """The user's token, from where the hub's library takes it; empty if there is none."""
+    home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
+    path = Path(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
+    found = os.environ.get("HF_TOKEN", "").strip()
+    if not found and path.is_file():
+        found = path.read_text(errors="replace").strip()
+    if not re.fullmatch(r"[!-~]*", found):
+        raise UsageError("invalid token of the hub: it has other characters than letters, digits and punctuation")
+    return found
+
+
+def denied(name: str, status: int | str, token: str) -> UsageError:
+    """The error for a file or repository that is not for everyone."""
+    page = f"{endpoint()}/{name}"
+    if token:
+        return UsageError(f"{name}: the hub refuses your token (HTTP {status})", hint=f"ask for access at {page}")
+    hint = f"accept its terms at {page}, and set HF_TOKEN, or log in: hf auth login"
+    return UsageError(f"{name} is gated: the hub sends it only with a token (HTTP {status})", hint=hint)
+
+
+@dataclass(frozen=True, slots=True)
+class _Repository:
+    kind: str
+    """``models`` or ``datasets``."""
+    name: str
+    revision: str
+
+    @staticmethod
+    def parse(source: str) -> _Repository:
+        words, _, revision = source.removeprefix("hf://").strip("/").partition("@")
+        kind, _, rest = words.partition("/")
+        kind, name = (kind, rest) if kind in ("models", "datasets") and rest else ("models", words)
+        if not re.fullmatch(f"{_NAME}(/{_NAME})?", name) or ".." in name or "--" in name:
+            raise UsageError(
+                f"invalid name of a model: {source}",
+                hint="hf://ORG/MODEL, or hf://datasets/ORG/NAME; @REVISION may follow",
+            )
+        if "@" in source and not _is_path(revision):
+            raise UsageError(f"invalid revision: {source}", hint="a branch, a tag or a commit")
+        return _Repository(kind, name, revision or "main")
+
+    @property
+    def shown(self) -> str:
+        return self.name if self.kind == "models" else f"{self.kind}/{self.name}"
+
+    def listed(self, page: Page) -> Found:
+        url = f"{endpoint()}/api/{self.kind}/{self.name}/revision/{quote(self.revision, safe='')}?blobs=true"
+        token = own_token()
+        status, why, _, body = page(url, token, _LIST)
+        if status != 200:
+            raise self._error(status, why, token, page)
+        try:
+            return self._parse(json.loads(body), token)
+        except (ValueError, RecursionError) as error:
+            text = str(error) if isinstance(error, schema.Invalid) else "not JSON, or too long"
+            raise SkyfabError(f"{endpoint()}: invalid list of the files of {self.shown}: {text}") from None
+
+    def _parse(self, listing: object, token: str) -> Found:
+        found = schema.parse(_Listing, listing)
+        if not _HEX40.fullmatch(found.sha):
+            raise schema.Invalid("expected a commit", ("sha",))
+        if len(found.siblings) > _MOST_FILES:
+            raise schema.Invalid(f"more than {_MOST_FILES:,} files", ("siblings",))
+        root = f"{endpoint()}/{self.shown}/resolve/{found.sha}"
+        files = tuple(_file(one, place, root) for place, one in enumerate(found.siblings))
+        paths = {file.path for file in files}
+        if len(paths) < len(files) or any(_above(path) & paths for path in paths):
+            raise schema.Invalid("two files with the same path", ("siblings",))
+        is_open = not found.private and not found.gated
+        repository = f"{self.kind}--{self.name.replace('/', '--')}"
+        return Found(
+            files=files,
+            repository=repository,
+            commit=found.sha,
+            revision=self.revision,
+            shown=self.shown,
+            token="" if is_open else token,
+        )
+
+    def _error(self, status: int, why: str, token: str, page: Page) -> SkyfabError:
+        if status == 0:
+            return _no_response(endpoint(), why)
+        if why == "RevisionNotFound":
+            return UsageError(f"{self.shown} has no revision {self.revision}")
+        if why == "GatedRepo":
+            return denied(self.shown, status, token)
+        if status not in (401, 403, 404):
+            return SkyfabError(f"{endpoint()}: HTTP {status} for the list of the files of {self.shown}")
+        hint = did_you_mean(self.name, self._similar(page))
+        hint = hint or ("if it is private, your token has no access" if token else "if it is private, set HF_TOKEN")
+        return UsageError(f"the hub has no {self.kind[:-1]} {self.name}", hint=hint)
+
+    def _similar(self, page: Page) -> list[str]:
+        """The names that the same owner has."""
+        owner = self.name.partition("/")[0]
+        status, _, _, body = page(f"{endpoint()}/api/{self.kind}?author={owner}&limit=1000", "", _LIST)
+        try:
+            return [one.id for one in schema.parse(list[_Named], json.loads(body))] if status == 200 else []
+        except (ValueError, RecursionError):
+            return []
+
+
+@dataclass(frozen=True)
+class _Named:
+    id: str
+
+
+@dataclass(frozen=True)
+class _Lfs:
+    sha256: str
+    size: int
+
+
+@dataclass(frozen=True)
+class _Sibling:
+    rfilename: str
+    size: int | None = None
+    blobId: str | None = None
+    lfs: _Lfs | None = None
+
+
+@dataclass(frozen=True)
+class _Listing:
+    sha: str
+    siblings: list[_Sibling]
+    private: bool = False
+    gated: Any = False
+
+
+def _file(one: _Sibling, place: int, root: str) -> HubFile:
+    tag, size = (one.lfs.sha256, one.lfs.size) if one.lfs is not None else (one.blobId or "", one.size)
+    if not _is_path(one.rfilename):
+        raise schema.Invalid(f"invalid path: {one.rfilename[:200]!r}", ("siblings", place))
+    if not (_HEX64 if one.lfs is not None else _HEX40).fullmatch(tag):
+        raise schema.Invalid(f"no hash of {one.rfilename}", ("siblings", place))
+    if size is None or not 0 <= size <= _LARGEST:
+        raise schema.Invalid(f"invalid size of {one.rfilename}", ("siblings", place))
+    return HubFile(one.rfilename, tag, size, f"{root}/{quote(one.rfilename)}")
+
+
+def _is_path(path: str) -> bool:
+    """Whether it is a path below a folder that can be printed, and that no file system takes for another one."""
+    return path.isprintable() and is_inner(path.encode()) and all(len(part.encode()) < 256 for part in path.split("/"))
+
+
+def _above(path: str) -> set[str]:
+    """The folders of a path."""
+    parts = path.split("/")
+    return {"/".join(parts[:count]) for count in range(1, len(parts))}
+
+
+def _no_response(url: str, why: str) -> SkyfabError:
+    hint = "check the network, HTTPS_PROXY and HF_ENDPOINT, on this machine or on a host"
+    error = SkyfabError(f"{url} cannot be reached from this machine or any host: {why}", hint=hint)
+    error.exit_code = 3
+    return error

@@ -1,0 +1,485 @@
+"""Models in the caches of hosts: where they come from, what arrives, and what happens when something fails."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from stage import labs
+from stage.hub import COMMIT, Hub, Internet
+from stage.projects import inventory, skyfab
+from stage.spot import until
+from stage.threads import at_once
+
+import skyfab as sky
+from skyfab.lab import Lab
+from skyfab.session.fanout import meanwhile
+from skyfab.ui.events import Event, Moved, Notice
+
+pytestmark = pytest.mark.lab
+MIB = 1 << 20
+CONFIG = json.dumps({"model_type": "bert"}).encode()
+FOLDER = "/root/.cache/skyfab/hub/models--org--model"
+
+
+def data(size: int, seed: int = 1) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+@pytest.fixture(scope="module")
+def lab() -> Iterator[Lab]:
+    with labs.start_for_calls(3) as lab:
+        yield lab
+
+
+@pytest.fixture(scope="module")
+def internet(lab: Lab) -> Iterator[Internet]:
+    made = Internet(lab)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def hub(lab: Lab, internet: Internet, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
+    """A hub that all hosts reach, and caches that are empty, here and on hosts."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
+    for name in ("HF_HOME", "HF_TOKEN", "HF_TOKEN_PATH", "HF_HUB_CACHE"):
+        monkeypatch.delenv(name, raising=False)
+    internet.only_for(*(host.name for host in lab.hosts))
+    for host in lab.hosts:
+        host.run(["sh", "-c", "cd /root/.cache/skyfab && rm -rf hub blobs fetched"], check=False)
+    with Hub(internet.address) as made:
+        monkeypatch.setenv("HF_ENDPOINT", made.url)
+        yield made
+
+
+@pytest.fixture
+def model(hub: Hub) -> dict[str, bytes]:
+    files = {
+        "config.json": CONFIG,
+        "empty.txt": b"",
+        "model-1.safetensors": data(6 * MIB, 1),
+        "model-2.safetensors": data(5 * MIB, 2),
+        "onnx/model.onnx": data(4 * MIB, 3),
+        "onnx/notes.txt": b"notes",
+    }
+    hub.add("org/model", files)
+    return files
+
+
+@pytest.fixture
+def pool(lab: Lab) -> Iterator[sky.Compute]:
+    with sky.Compute(list(sky.Inventory.of(lab.inventory).hosts.values()), ui="none") as compute:
+        yield compute
+
+
+def on(lab: Lab, host: str, commit: str = COMMIT, name: str = "org/model") -> dict[str, bytes]:
+    """The files of the snapshot on a host, as its own library finds them, in a copy: it resolves paths."""
+    import huggingface_hub
+
+    with tempfile.TemporaryDirectory() as folder:
+        cache = Path(folder, "hub")
+        shutil.copytree(lab[host].path("/root/.cache/skyfab/hub"), cache, symlinks=True)
+        found = Path(huggingface_hub.snapshot_download(name, cache_dir=cache, local_files_only=True))
+        assert found == cache / f"models--{name.replace('/', '--')}" / "snapshots" / commit
+        return {str(path.relative_to(found)): path.read_bytes() for path in found.rglob("*") if path.is_file()}
+
+
+def sent(pool: sky.Compute) -> int:
+    """Bytes that have left this machine through the sessions of a pool."""
+    return sum(node.session.moved[0] for node in pool.hosts)
+
+
+def test_hosts_download_different_files_and_pass_them_on(
+    lab: Lab, hub: Hub, internet: Internet, model: dict[str, bytes], pool: sky.Compute
+) -> None:
+    internet.only_for("node1", "node2")
+    events: list[Event] = []
+    pool.events.subscribe(events.append)
+    before = sent(pool)
+    reports = pool.fetch("hf://org/model")
+    assert sent(pool) - before < 200_000
+    for host in lab.hosts:
+        assert on(lab, host.name) == model
+    for path in ("model-1.safetensors", "model-2.safetensors", "onnx/model.onnx"):
+        assert [one.sent >= len(model[path]) for one in hub.downloads(path)].count(True) == 1, path
+    clients = {one.client for one in hub.asked if one.server == "cdn" and one.sent > MIB}
+    assert clients == {lab["node1"].address, lab["node2"].address}
+    size = sum(map(len, model.values()))
+    assert reports[2].downloaded == 0
+    assert reports[2].from_hosts == size
+    assert {report.downloaded + report.from_hosts for report in reports} == {size}
+    assert {report.path for report in reports} == {f"{FOLDER}/snapshots/{COMMIT}"}
+    last = {event.host: event for event in events if isinstance(event, Moved)}
+    assert {name: (event.done, event.total) for name, event in last.items()} == {
+        host.name: (size, size) for host in lab.hosts
+    }
+    asked, before = len(hub.asked), sent(pool)
+    again = pool.fetch("hf://org/model")
+    assert len(hub.asked) == asked + 1, "only the list of files"
+    assert sent(pool) - before < 50_000
+    assert "nothing to fetch" in str(again[0])
+
+
+def test_hosts_on_this_machine(hub: Hub, model: dict[str, bytes], tmp_path: Path) -> None:
+    hosts = [sky.Host(name=name, transport="local", cache=str(tmp_path / name)) for name in ("a", "b")]
+    with sky.Compute(hosts, ui="none") as pool:
+        reports = pool.fetch("hf://org/model")
+        assert cache_variable() @ pool == [str(tmp_path / name / "hub") for name in ("a", "b")]
+    assert sum(report.downloaded for report in reports) == sum(map(len, model.values()))
+    for report in reports:
+        assert {path: Path(report.path, path).read_bytes() for path in model} == model
+
+
+def test_air_gapped_hosts_get_all_from_this_machine(
+    lab: Lab, hub: Hub, internet: Internet, model: dict[str, bytes], pool: sky.Compute, tmp_path: Path
+) -> None:
+    internet.only_for()
+    reports = pool.fetch("hf://org/model")
+    for host in lab.hosts:
+        assert on(lab, host.name) == model
+    assert {one.client for one in hub.asked} == {internet.address}
+    assert reports[0].from_here == sum(map(len, model.values()))
+    asked = len(hub.downloads("model-1.safetensors"))
+    lab["node1"].run(["rm", "-rf", FOLDER, "/root/.cache/skyfab/blobs"])
+    again = pool.fetch("hf://org/model", on="node1")
+    assert len(hub.downloads("model-1.safetensors")) == asked, "this machine still has it"
+    assert again[0].from_here == reports[0].from_here
+    assert on(lab, "node1") == model
+
+
+@sky.function
+def cache_variable() -> str:
+    return os.environ.get("HF_HUB_CACHE", "")
+
+
+def test_functions_runs_and_shells_find_the_cache(
+    lab: Lab, hub: Hub, model: dict[str, bytes], pool: sky.Compute, tmp_path: Path
+) -> None:
+    pool.fetch("hf://org/model", include=["*.json"])
+    expected = "/root/.cache/skyfab/hub"
+    assert cache_variable() @ pool == [expected] * 3
+    hosts = pool.selected
+    with sky.Compute(hosts, env={"HF_HOME": "/x"}, ui="none") as other:
+        assert cache_variable() @ other == [""] * 3
+    known = inventory(tmp_path / "inventory.toml", list(lab_hosts(lab)))
+    (tmp_path / "show.py").write_text("import os\nprint(os.environ['HF_HUB_CACHE'])\n")
+    for words in (
+        ["run", "--hosts=node1", "show.py"],
+        ["exec", "node1", "--", "echo $HF_HUB_CACHE"],
+        ["exec", "--no-env", "node1", "--", "echo $HF_HUB_CACHE"],
+        ["ssh", "node1", "--", "echo $HF_HUB_CACHE"],
+    ):
+        done = skyfab(tmp_path, *words, inventory=known)
+        assert done.stdout.split()[-1:] == [expected], (words, done)
+    done = skyfab(tmp_path, "ssh", "node1", "--", "HF_HOME=/x; echo $HF_HOME", inventory=known)
+    assert done.stdout == "/x\n"
+
+
+def lab_hosts(lab: Lab) -> list[sky.Host]:
+    return list(sky.Inventory.of(lab.inventory).hosts.values())
+
+
+def test_a_part_of_a_data_set_and_another_revision(lab: Lab, hub: Hub, pool: sky.Compute) -> None:
+    hub.add("datasets/org/numbers", {"a.csv": b"1,2", "b.parquet": data(MIB)}, commit="ab" * 20)
+    reports = pool.fetch("hf://datasets/org/numbers@v1/x", exclude=["*.csv"], on="node1")
+    assert [(report.host, report.files, report.downloaded) for report in reports] == [("node1", 1, MIB)]
+    folder = lab["node1"].path("/root/.cache/skyfab/hub/datasets--org--numbers")
+    assert (folder / "refs/v1/x").read_text() == "ab" * 20
+    assert (folder / "snapshots" / ("ab" * 20) / "b.parquet").read_bytes() == data(MIB)
+
+
+def test_damaged_files_are_named(lab: Lab, hub: Hub, model: dict[str, bytes], pool: sky.Compute) -> None:
+    hub.damaged.add("model-2.safetensors")
+    with pytest.raises(sky.SkyfabError, match=r"model-2.safetensors arrived damaged from .*: expected [0-9a-f]{64}"):
+        pool.fetch("hf://org/model")
+    assert not lab["node1"].path(FOLDER).exists(), "nothing finds half a model"
+    hub.damaged.clear()
+    pool.fetch("hf://org/model")
+    assert on(lab, "node2") == model
+
+
+@pytest.mark.parametrize("reached", [True, False])
+def test_a_gated_model(
+    lab: Lab,
+    hub: Hub,
+    internet: Internet,
+    model: dict[str, bytes],
+    pool: sky.Compute,
+    monkeypatch: pytest.MonkeyPatch,
+    reached: bool,
+) -> None:
+    internet.only_for(*(["node1"] if reached else []))
+    hub.repositories["org/model"].gated = True
+    with pytest.raises(sky.UsageError, match=r"org/model is gated: .* only with a token") as failed:
+        pool.fetch("hf://org/model")
+    assert failed.value.hint is not None
+    assert "set HF_TOKEN" in failed.value.hint
+    monkeypatch.setenv("HF_TOKEN", "hf_of_another")
+    with pytest.raises(sky.UsageError, match="refuses your token") as failed:
+        pool.fetch("hf://org/model")
+    assert "hf_of" not in str(failed.value)
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    reports = pool.fetch("hf://org/model")
+    assert on(lab, "node3") == model
+    assert (reports[0].downloaded > 0) == reached
+    assert {one.token for one in hub.asked if one.server == "cdn"} == {""}
+    for host in lab.hosts:
+        found = host.run(["grep", "-rlaF", hub.token, "/root", "/tmp"], check=False)
+        assert found.stdout == ""
+
+
+def test_the_token_stays_here_if_anyone_may_have_the_model(
+    lab: Lab, hub: Hub, model: dict[str, bytes], pool: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", hub.token)
+    pool.fetch("hf://org/model")
+    own = {host.address for host in lab.hosts}
+    assert {one.token for one in hub.asked if one.client in own} == {""}
+
+
+def test_a_disk_that_is_too_small(lab: Lab, hub: Hub, model: dict[str, bytes], pool: sky.Compute) -> None:
+    hosts = lab_hosts(lab)
+    lab["node2"].small_disk("/small", 10)
+    try:
+        with sky.Compute([hosts[0], replace(hosts[1], cache="/small/cache")], ui="none") as small:
+            with pytest.raises(
+                sky.HostUnfit, match=r"node2: not enough space for these files: they need 16 MB"
+            ) as failed:
+                small.fetch("hf://org/model")
+            assert "put the cache on another disk" in str(failed.value.hint)
+            assert not [one for one in hub.asked if one.sent > MIB], "before anything is sent"
+            small.fetch("hf://org/model", include=["*.json", "onnx/*"])
+        assert lab["node2"].path("/small/cache/hub/models--org--model/refs/main").read_text() == COMMIT
+    finally:
+        lab["node2"].run(["umount", "/small"])
+
+
+def test_the_hub_on_another_disk_than_the_store(lab: Lab, hub: Hub, model: dict[str, bytes], pool: sky.Compute) -> None:
+    """Where hard links are impossible, the store has links to the content."""
+    lab["node1"].small_disk("/root/.cache/skyfab/hub", 30)
+    try:
+        pool.fetch("hf://org/model")
+        assert on(lab, "node1") == model
+        used = lab["node1"].run(["du", "-sm", "/root/.cache/skyfab/blobs"]).stdout.split()[0]
+        assert int(used) <= 1
+        lab["node2"].run(["rm", "-rf", FOLDER, "/root/.cache/skyfab/blobs"])
+        hub.damaged = set(model)
+        again = pool.fetch("hf://org/model", on="all")
+        assert again[1].from_hosts == sum(map(len, model.values()))
+        assert on(lab, "node2") == model
+    finally:
+        lab["node1"].run(["umount", "/root/.cache/skyfab/hub"])
+
+
+def test_two_fetches_at_once(
+    lab: Lab, hub: Hub, internet: Internet, model: dict[str, bytes], pool: sky.Compute
+) -> None:
+    internet.only_for("node1")
+    hub.rate = 20e6
+    with sky.Compute(lab_hosts(lab), ui="none") as other:
+        reports = at_once(lambda one: one.fetch("hf://org/model"), [pool, other])
+    assert [len(one) for one in reports] == [3, 3]
+    for host in lab.hosts:
+        assert on(lab, host.name) == model
+    assert len(hub.downloads("model-1.safetensors")) == 1
+
+
+@pytest.mark.slow
+def test_a_host_that_is_lost_while_it_downloads(lab: Lab, hub: Hub, model: dict[str, bytes]) -> None:
+    with sky.Compute(lab_hosts(lab), ui="none", lease=5) as pool:
+        hub.rate = 2e6
+        notices: list[str] = []
+        pool.events.subscribe(lambda event: notices.append(str(event)) if isinstance(event, Notice) else None)
+
+        def kill() -> None:
+            until(lambda: any(one.sent > MIB and one.client == lab["node1"].address for one in hub.asked), timeout=20)
+            lab["node1"].kill()
+            hub.rate = 0
+
+        try:
+            with meanwhile(kill), pytest.raises(sky.HostLost, match="node1"):
+                pool.fetch("hf://org/model")
+            assert on(lab, "node2") == on(lab, "node3") == model
+            assert [line.partition(";")[0] for line in notices if "6 files" in line] == [
+                f"node{number}: 6 files, 16 MB" for number in (2, 3)
+            ]
+        finally:
+            lab["node1"].reboot()
+            lab["node1"].run(["rm", "-rf", "/root/.cache/skyfab/run"])
+
+
+def test_a_host_that_cannot_go_on_downloading(
+    lab: Lab, hub: Hub, internet: Internet, model: dict[str, bytes], pool: sky.Compute
+) -> None:
+    """The hub is cut off from both hosts that reach it: this machine downloads the rest."""
+    internet.only_for("node1", "node2")
+    hub.rate = 4e6
+
+    def cut() -> None:
+        until(
+            lambda: {one.client for one in hub.asked if one.sent > 200_000} >= {host.address for host in lab.hosts[:2]}
+        )
+        hub.refused = {host.address for host in lab.hosts}
+        hub.main.close_all()
+        hub.cdn.close_all()
+        hub.rate = 0
+
+    with meanwhile(cut):
+        reports = pool.fetch("hf://org/model")
+    assert sum(report.from_here for report in reports) > 0
+    for host in lab.hosts:
+        assert on(lab, host.name) == model
+
+
+def test_it_is_resumed_after_a_kill(
+    lab: Lab, hub: Hub, internet: Internet, model: dict[str, bytes], tmp_path: Path
+) -> None:
+    internet.only_for("node1")
+    known = inventory(tmp_path / "inventory.toml", list(lab_hosts(lab)))
+    hub.rate = 3e6
+    environ = {**os.environ, "SKYFAB_INVENTORY": str(known), "PYTHONDONTWRITEBYTECODE": "1"}
+    words = [sys.executable, "-m", "skyfab", "fetch", "hf://org/model", "--hosts=node1,node3"]
+    with subprocess.Popen(words, env=environ, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as first:
+        until(lambda: any(one.sent > 2 * MIB for one in hub.asked))
+        first.send_signal(signal.SIGINT)
+        said, _ = first.communicate(timeout=30)
+        assert (first.returncode, b"the same command continues" in said) == (130, True), said
+    hub.rate, before = 0, len(hub.asked)
+    done = skyfab(tmp_path, "fetch", "hf://org/model", "--hosts=node1,node3", inventory=known)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].startswith("node1: 6 files, 16 MB; downloaded ")
+    assert lines[1].startswith("node3: 6 files, 16 MB; 16 MB from other hosts, in ")
+    assert lines[1].endswith(f": {FOLDER}/snapshots/{COMMIT}")
+    again = [one for one in hub.asked[before:] if one.sent]
+    assert any(one.range for one in again)
+    assert sum(one.sent for one in again) < sum(map(len, model.values())) - 2 * MIB
+    assert on(lab, "node3") == model
+
+
+def test_the_command(lab: Lab, hub: Hub, internet: Internet, model: dict[str, bytes], tmp_path: Path) -> None:
+    known = inventory(tmp_path / "inventory.toml", list(lab_hosts(lab)))
+    digest = hashlib.sha256(model["model-1.safetensors"]).hexdigest()
+    url = f"{hub.cdn.url}/org/model/-/model-1.safetensors"
+    done = skyfab(tmp_path, "fetch", f"{url}#sha256={digest}", "--hosts=node1,node2", inventory=known)
+    assert done.returncode == 0, done.stderr
+    path = "/root/.cache/skyfab/fetched/model-1.safetensors"
+    assert [line.rpartition(" ")[2] for line in done.stdout.splitlines()] == [path, path]
+    assert lab["node2"].path(path).read_bytes() == model["model-1.safetensors"]
+    for words, code, said in (
+        ([url], 2, f"hint: write {url}#sha256=HEX"),
+        ([f"{url}#sha256={'0' * 64}"], 1, "arrived damaged"),
+        (["hf://org/modell"], 2, "hint: did you mean org/model?"),
+    ):
+        done = skyfab(tmp_path, "fetch", *words, "--hosts=node1", inventory=known)
+        assert (done.returncode, said in done.stderr) == (code, True), done
+    hub.__exit__(None, None, None)
+    done = skyfab(tmp_path, "fetch", "hf://org/model", "--hosts=node1", inventory=known)
+    assert done.returncode == 3
+    assert "cannot be reached from this machine or any host: this machine: Connection refused; node1: " in done.stderr
+
+
+def test_a_hub_that_only_a_host_reaches(
+    lab: Lab, hub: Hub, model: dict[str, bytes], pool: sky.Compute, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The list of files comes through that host."""
+    forward = f"""
+import socketserver, urllib.request
+class Proxy(socketserver.StreamRequestHandler):
+    def handle(self):
+        import socket, threading
+        there = socket.create_connection(({hub.main.server_address[0]!r}, {hub.main.server_address[1]}))
+        def pump(a, b):
+            while data := a.recv(65536): b.sendall(data)
+            b.shutdown(socket.SHUT_WR)
+        threading.Thread(target=pump, args=(self.request, there)).start()
+        pump(there, self.request)
+server = socketserver.ThreadingTCPServer(("127.0.0.1", 0), Proxy)
+print(server.server_address[1], flush=True)
+server.serve_forever()
+"""
+    words, environ = lab["node2"].inside(["python3", "-c", forward], None)
+    with subprocess.Popen(words, env=environ, stdout=subprocess.PIPE, text=True) as proxy:
+        try:
+            assert proxy.stdout is not None
+            monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{proxy.stdout.readline().strip()}")
+            reports = pool.fetch("hf://org/model")
+        finally:
+            proxy.kill()
+    assert [report.downloaded > 0 for report in reports] == [False, True, False]
+    assert {one.client for one in hub.asked if one.server == "hub"} == {lab["node2"].address}
+    assert on(lab, "node1") == model
+
+
+def test_what_was_not_used_is_removed(
+    lab: Lab, hub: Hub, model: dict[str, bytes], pool: sky.Compute, tmp_path: Path
+) -> None:
+    pool.fetch("hf://org/model", on="node1")
+    known = inventory(tmp_path / "inventory.toml", list(lab_hosts(lab)))
+    pool.close()
+    assert on(lab, "node1") == model
+    skyfab(tmp_path, "gc", "--hosts=node1", "--days=7", inventory=known)
+    assert on(lab, "node1") == model
+    lab["node1"].run(["sh", "-c", f"find {FOLDER} /root/.cache/skyfab/blobs -exec touch -h -d '9 days ago' {{}} +"])
+    done = skyfab(tmp_path, "gc", "--hosts=node1", "--days=7", inventory=known)
+    assert "1 model" in done.stdout, done
+    assert not lab["node1"].path(FOLDER).exists()
+
+
+@sky.function
+def weights_of(name: str) -> float:
+    from transformers import AutoModel
+
+    return float(sum(one.sum() for one in AutoModel.from_pretrained(name).state_dict().values()))
+
+
+@pytest.mark.slow
+@pytest.mark.torch
+def test_a_rank_without_internet_loads_the_model(
+    lent_lab: Lab, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from safetensors.torch import save
+    from transformers import BertConfig, BertModel
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
+    config = BertConfig(hidden_size=32, intermediate_size=32, num_attention_heads=2, num_hidden_layers=1)
+    small = BertModel(config)
+    weights = save(small.state_dict(), metadata={"format": "pt"})
+    hosts = list(sky.Inventory.of(lent_lab.inventory).hosts.values())[:2]
+    offline = {"HF_HUB_OFFLINE": "1"}
+    with Hub() as hub, sky.Compute(hosts, env=offline, ui="none") as pool:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        hub.add("org/model", {"config.json": config.to_json_string().encode(), "model.safetensors": weights})
+        pool.fetch("hf://org/model")
+        found = weights_of("org/model") @ pool
+    assert found == pytest.approx([float(sum(one.sum() for one in small.state_dict().values()))] * 2, rel=1e-4)
+
+
+@pytest.mark.slow
+def test_hosts_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What one has downloaded this machine downloads too, for the other one."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
+    with labs.start_for_calls(2, isolated=True) as lab, ExitStack() as ends:
+        internet = Internet(lab)
+        ends.callback(internet.close)
+        internet.only_for("node1")
+        hub = ends.enter_context(Hub(internet.address))
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        files = hub.add("org/model", {"config.json": CONFIG, "model.safetensors": data(MIB)}).files
+        with sky.Compute(lab_hosts(lab), ui="none") as pool:
+            reports = pool.fetch("hf://org/model")
+        assert (reports[0].downloaded, reports[1].from_here) == (MIB + len(CONFIG), MIB + len(CONFIG))
+        assert on(lab, "node2") == files

@@ -19,6 +19,7 @@ import time
 from skyfab import context
 from skyfab.errors import SkyfabError
 from skyfab.host import phase
+from skyfab.host.agent.zygote import SUBREAPER, has_variable, offspring, prctl
 from skyfab.host.command import how_it_ended, start
 from skyfab.host.gpu_locks import Claim, look
 from skyfab.host.rank_channel import Channel, Head
@@ -177,6 +178,7 @@ class Driver:
 
     def run(self) -> None:
         """Returns when there are no trials left. Raises ChannelLost if rank 0 was never reached."""
+        prctl(SUBREAPER, 1)  # what trials leave running becomes our child
         slots = self._plan["slots"][self._info.rank]
         gpus = {numbers: SlotGpus(numbers, self._plan["name"]) for numbers in slots if numbers is not None}
         self._channel = self._connect() if slots else None
@@ -263,6 +265,7 @@ class Driver:
                 os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
                 with contextlib.suppress(OSError):
                     os.killpg(program.pid, signal.SIGKILL)  # what it has left running could use its GPUs
+                _end_strays(f"{context.REPORT}={env[context.REPORT]}")
                 self._groups.discard(program.pid)
             code = program.wait()
             self._groups.discard(program.pid)
@@ -283,6 +286,15 @@ class Driver:
         line = ", ".join(filter(None, [ended["state"], *values, error]))
         print(f"{os.path.basename(trial['folder'])}: {line}".encode(errors="replace").decode())
         return ended
+
+
+def _end_strays(mark: str) -> None:
+    """Ends what a trial has left running in process groups of its own. It has the variable of that trial."""
+    while strays := [pid for pid in offspring() if has_variable(pid, mark)]:
+        for pid in strays:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
 
 
 def _report_of(folder: str) -> dict[str, Any]:

@@ -476,3 +476,29 @@ def test_a_trial_that_fails_because_the_disk_is_full_says_so(project: Project) -
     project.sweep("filler.py", "size=1", "--workdir=/scratch", "--hosts=node1", "--json=all.json", code=1)
     (trial,) = json.loads((project.folder / "all.json").read_text())
     assert (trial["state"], trial["error"]) == ("failed", "no space left on its disk")
+
+
+def test_what_a_trial_has_started_in_its_own_session_ends_before_the_next_trial(project: Project) -> None:
+    text = """
+import os, sys, time
+if not os.fork():
+    os.setsid()
+    if not os.fork():
+        os.setsid()
+    while True:
+        time.sleep(0.01)
+        with open(os.path.join(os.environ["SPOT"], "left"), "a") as file:
+            file.write(sys.argv[1] + "\\n")
+while not os.path.exists(path := os.path.join(os.environ["SPOT"], "left")) or sys.argv[1] not in open(path).read():
+    time.sleep(0.01)
+with open(path, "a") as file:
+    file.write("end " + sys.argv[1] + "\\n")
+time.sleep(0.5)
+"""
+    (project.folder / "forks.py").write_text(text)
+    project.sweep("forks.py", "k=1..3", "--gpus=2", "--hosts=node1")
+    (notes,) = project.spot.notes("left").values()
+    lines = notes.splitlines()
+    for number in (2, 3):
+        first = lines.index(f"k={number}")
+        assert f"k={number - 1}" not in lines[first:]

@@ -221,7 +221,7 @@ def _reap(children: dict[int, int], control: socket.socket) -> None:
         if pid in children:
             with contextlib.suppress(OSError):  # also end what the worker has started and left running
                 os.killpg(pid, signal.SIGKILL)
-            _kill([stray for stray in _offspring() if stray not in children and _belongs(stray, children[pid])])
+            _kill([stray for stray in offspring() if stray not in children and _belongs(stray, children[pid])])
             _say(control, "ended", children.pop(pid), os.waitstatus_to_exitcode(status))
 
 
@@ -247,7 +247,7 @@ def prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
-def _offspring() -> list[int]:
+def offspring() -> list[int]:
     """The pids of our children, zombies included. They cannot be reused before we reap them."""
     try:
         with open(f"/proc/self/task/{os.getpid()}/children") as file:
@@ -258,12 +258,17 @@ def _offspring() -> list[int]:
 
 def _belongs(pid: int, rank: int) -> bool:
     """Whether that worker started the process (seen by its environment) or forked it (seen by its mark)."""
+    return has_variable(pid, f"SKYFAB_RANK={rank}", f"{_MARK}={rank:0{_DIGITS}}")
+
+
+def has_variable(pid: int, *words: str) -> bool:
+    """Whether a process was started with one of these variables. False for one that has ended."""
     try:
         with open(f"/proc/{pid}/environ", "rb") as file:
             found = file.read().split(b"\0")
     except OSError:
         return False
-    return f"SKYFAB_RANK={rank}".encode() in found or f"{_MARK}={rank:0{_DIGITS}}".encode() in found
+    return any(os.fsencode(word) in found for word in words)
 
 
 def _mark(rank: int) -> None:
@@ -283,7 +288,7 @@ def _mark(rank: int) -> None:
 def end_children() -> None:
     """Kills and reaps until no child is left. Orphaned descendants become our children."""
     while True:
-        _signal(_offspring(), signal.SIGKILL)
+        _signal(offspring(), signal.SIGKILL)
         try:
             os.waitpid(-1, 0)
         except ChildProcessError:

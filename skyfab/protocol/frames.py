@@ -47,7 +47,7 @@ LIMIT: Final = 4 * 1024 * 1024
 KINDS: Final = frozenset({HELLO, ACK, PING, PONG, BYE, HEAD, DATA, CREDIT})
 
 _SPARED: Final = 64 * 1024
-"""Smaller memory is allocated anew."""
+"""Smaller memory is not kept."""
 _AREAS: Final = 4
 
 Buffer = bytes | bytearray | memoryview

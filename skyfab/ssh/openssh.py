@@ -265,7 +265,7 @@ def _listen(control: str, port: int, to: tuple[str, int]) -> None:
 
 @cache
 def _has_aes(about: Path = Path("/proc/cpuinfo")) -> bool:
-    """Whether this machine's processor has instructions for AES, as far as is known. Those of Macs have."""
+    """Whether this machine's processor has instructions for AES. True if that is unknown: all Macs have them."""
     try:
         return re.search(r"^(flags|Features)\b.*\baes\b", about.read_text(), re.MULTILINE) is not None
     except OSError:

@@ -45,7 +45,9 @@ class Bulk:
 
     def _transfers(self, arena: Arena, ferry: Ferry, where: str, bar: Bar) -> Iterator[Result]:
         both = alternate(arena.scale.bulk, ferry.both, ferry.both_raw)
-        yield self._rates(ferry.cargo, f"out and back{where}", 2, both, bar)
+        # `cat` sends back what it has while more arrives; a function has all of it first. So over a link that carries
+        # both directions at once, the ratio is 0.5 at best.
+        yield self._rates(ferry.cargo, f"out and back{where}", 2, both, None if where else bar)
         out = alternate(arena.scale.one_way, ferry.out, ferry.out_raw)
         yield self._rates(ferry.cargo, f"out{where}", 1, out, bar)
         back = alternate(arena.scale.one_way, ferry.back, ferry.back_raw)

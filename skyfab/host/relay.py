@@ -36,7 +36,7 @@ _AHEAD: Final = 3
 
 
 def step_of(size: int) -> int:
-    """The size of the chunks of items with so much content together: 1 to 4 MiB."""
+    """The size of chunks, for the size of all items together: 1 to 4 MiB."""
     return max(_MIB, min(4 * _MIB, size // 256)) & -4096
 
 

@@ -217,7 +217,7 @@ class Files:
                 raise
 
         try:
-            outcomes = for_each_host(act, nodes)
+            outcomes = for_each_host(act, nodes, most=len(nodes))  # they wait for each other
         finally:
             stopped.set()  # after Ctrl-C, threads end with their next request
         errors = [outcome.error for outcome in outcomes if isinstance(outcome, Raised)]

@@ -7,6 +7,7 @@ payload is received directly into memory that the receiver provides.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 
 from skyfab.errors import ProtocolError
@@ -45,6 +46,10 @@ LIMIT: Final = 4 * 1024 * 1024
 """The largest payload that is accepted."""
 KINDS: Final = frozenset({HELLO, ACK, PING, PONG, BYE, HEAD, DATA, CREDIT})
 
+_SPARED: Final = 64 * 1024
+"""Smaller memory is not kept."""
+_AREAS: Final = 4
+
 Buffer = bytes | bytearray | memoryview
 
 
@@ -73,6 +78,24 @@ class Receiver(Protocol):
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         """A frame is complete. Its payload is valid only during this call, unless `place` provided the memory."""
+
+
+class Spare:
+    """Memory for payloads that are passed on. It is used again, because the system has to clear new memory."""
+
+    def __init__(self) -> None:
+        self._areas: list[bytearray] = []
+
+    def take(self, length: int) -> memoryview:
+        for area in self._areas:
+            if len(area) >= length > 0:
+                with contextlib.suppress(BufferError):  # it cannot be resized while a memoryview refers to it
+                    area.append(area.pop())
+                    return memoryview(area)[:length]
+        area = bytearray(length)
+        if length >= _SPARED:
+            self._areas = [*self._areas[1 - _AREAS :], area]
+        return memoryview(area)
 
 
 class Reader:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -234,6 +235,23 @@ def test_a_download_apart(files: Files, here: Path, nodes: list[Any]) -> None:
     ]
     assert (here / "n2" / "out" / "log").read_text() == "n2"
     assert [report.folder for report in reports] == [".", "."]
+
+
+def test_hosts_send_and_receive_at_the_same_time(files: Files, here: Path, nodes: list[Any]) -> None:
+    """Each request waits for that to the other host."""
+    fill(here, d__a="a")
+    for node in nodes:
+        fill(node.folder, ckpt__only="x" * 2_000_000, ckpt__small=node.name)
+    for request, action in (
+        ("store", lambda: files.upload("d", None, nodes)),
+        ("pack", lambda: files.download(["ckpt"], "back", nodes, apart=True)),
+        ("hold", lambda: files.download(["ckpt"], "again", nodes, apart=True)),
+    ):
+        meeting = threading.Barrier(2, timeout=60)
+        for node in nodes:
+            node.says = {request: meeting.wait}
+        action()
+    assert len(tree(here / "back")) == 4
 
 
 def test_a_download_of_which_every_host_has_all(files: Files, here: Path, nodes: list[Any]) -> None:

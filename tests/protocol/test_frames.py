@@ -22,6 +22,7 @@ from skyfab.protocol.frames import (
     LIMIT,
     PING,
     Reader,
+    Spare,
     data_header,
     frame,
     head_frame,
@@ -258,3 +259,27 @@ def test_frames_are_the_same_however_they_are_made() -> None:
     assert data_header(5, 3) + b"abc" == frame(DATA, 5, b"abc")
     assert head_frame(5, b"head", [b"ab", memoryview(b"c")]) == frame(HEAD, 5, b"headabc", 4)
     assert head_frame(5, b"head") == frame(HEAD, 5, b"head")
+
+
+def test_memory_is_used_again_only_when_nothing_refers_to_it() -> None:
+    spare, size = Spare(), 1 << 18
+    first, second = spare.take(size), spare.take(size)
+    assert first.obj is not second.obj
+    area, part = id(first.obj), first[5:]
+    del first
+    assert id(spare.take(size).obj) != area, "a part of it is in use"
+    del part
+    again = spare.take(size - 1)
+    assert (id(again.obj), len(again)) == (area, size - 1)
+    assert len(spare.take(size + 1)) == size + 1
+
+
+def test_little_memory_is_kept() -> None:
+    spare = Spare()
+    tracemalloc.start()
+    try:
+        views = [spare.take(1 << 18) for _ in range(40)]
+        del views
+        assert tracemalloc.get_traced_memory()[0] < 8 << 18
+    finally:
+        tracemalloc.stop()

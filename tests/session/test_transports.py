@@ -29,7 +29,7 @@ from skyfab.lab import Lab
 from skyfab.ssh import Stream, transport_for
 from skyfab.ssh.fabric import Fabric
 from skyfab.ssh.logins import ServerBusy
-from skyfab.ssh.openssh import OpenSSH, explain
+from skyfab.ssh.openssh import OpenSSH, _has_aes, explain
 from skyfab.ssh.process import ProcessStream
 from skyfab.ssh.prompts import Prompts, places
 from skyfab.ui.prompt import TERMINAL
@@ -42,6 +42,27 @@ both = pytest.mark.parametrize("by", ["openssh", "fabric"])
 
 Open = Callable[[str], Stream]
 Hosts = Callable[..., list[sky.Host]]
+
+
+@pytest.mark.parametrize(
+    ("about", "expected"),
+    [
+        ("processor\t: 0\nflags\t\t: fpu sse2 aes avx\n", True),
+        ("Features\t: fp asimd aes pmull\n", True),
+        ("model name\t: aes\nflags\t\t: fpu sse2 vaes\n", False),
+        ("Features\t: fp asimd crc32\n", False),
+        (None, True),
+    ],
+)
+def test_the_cipher_of_processors_without_instructions_for_it_is_not_preferred(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: str | None, expected: bool
+) -> None:
+    if about is not None:
+        (tmp_path / "cpuinfo").write_text(about)
+    assert _has_aes(tmp_path / "cpuinfo") is expected
+    monkeypatch.setattr("skyfab.ssh.openssh._has_aes", lambda: expected)
+    way = OpenSSH(sky.Host(name="node1", address="192.0.2.1"), sky.Inventory(hosts={}))
+    assert ("Ciphers=^aes128-gcm@openssh.com" in " ".join(way.argv("true"))) is expected
 
 
 # ---- the conformance suite

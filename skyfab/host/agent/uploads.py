@@ -7,6 +7,7 @@ from skyfab.host.agent.store import Writer
 from skyfab.host.agent.worker_handle import WorkerHandle
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import Assembly, inline_size
+from skyfab.protocol.frames import Spare
 from skyfab.protocol.messages import Done, Failed
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
@@ -29,6 +30,7 @@ class Uploads:
         self._mux = mux
         self._uploads: dict[int, Route] = {}
         self._missing: dict[int, int] = {}
+        self._spare = Spare()
 
     def close(self) -> None:
         """Deletes partially received blobs."""
@@ -37,7 +39,7 @@ class Uploads:
 
     def place(self, stream: int, length: int) -> memoryview:
         route = self._uploads.get(stream)
-        return route.place(length) if isinstance(route, Assembly) else memoryview(bytearray(length))
+        return route.place(length) if isinstance(route, Assembly) else self._spare.take(length)
 
     def data(self, stream: int, view: memoryview) -> None:
         route = self._uploads.get(stream)

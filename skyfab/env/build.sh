@@ -12,7 +12,7 @@
 # Given by session/bootstrap.sh:
 #   c         full path of the cache folder
 : "${c?}" "${digest?}" "${session?}" "${uv?}" "${python?}" "${lock?}" "${offline?}"
-case $uv in /*) ;; *) uv=$c/packages/$uv;; esac
+case $uv in /*) ;; *) uv=$c/packages/$uv; test -x "$uv" || chmod u+x "$uv" || exit 1;; esac
 n=$(uname -n | tr -cd 'A-Za-z0-9.-')
 e=$c/envs/$digest t=$c/envs/.in-$digest-$n-$session
 mkdir -p "$c/envs" || exit 1

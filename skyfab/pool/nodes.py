@@ -114,6 +114,14 @@ class Nodes(Owner):
             copy.workdir = node.workdir
         return made
 
+    def helpers(self, hosts: Sequence[Host]) -> list[Node]:
+        """New nodes for hosts that do not have their environment yet: they run any Python, for transfers only."""
+        pool = _pool_name()
+        made = [Node(index, host, self._inventory, Owner(Events())) for index, host in enumerate(hosts)]
+        for node in made:
+            node.session = self._new_session(node, pool, "any")
+        return made
+
     def _make(self, index: int, host: Host, owner: Owner, pool: str) -> Node:
         node = Node(index, host, self._inventory, owner)
         node.workdir = self._workdirs.of(host)
@@ -121,11 +129,13 @@ class Nodes(Owner):
         node.session = self._new_session(node, pool)
         return node
 
-    def _new_session(self, node: Node, pool: str | None = None) -> Session:
-        """A session with a new agent."""
+    def _new_session(self, node: Node, pool: str | None = None, python: str = "") -> Session:
+        """A session with a new agent, which runs the image's interpreter unless another one is given."""
         host = node.host
         name = f"{pool or _pool_name()}-{node.index}"  # unique per node: two hosts may be the same machine
-        python, prepare = self._images.interpreter(host, name, Progress(self.events, host.name))
+        prepare = None
+        if not python:
+            python, prepare = self._images.interpreter(host, name, Progress(self.events, host.name))
         return Session(
             Bootstrap(
                 host=host,
@@ -157,11 +167,11 @@ def named(nodes: Sequence[Node], name: str) -> Node:
 
 
 def open_all(
-    nodes: Sequence[Node], events: Events, failed: Callable[[Node], None], also: Callable[[], None] = lambda: None
+    nodes: Sequence[Node], events: Events, settled: Callable[[Node], None], also: Callable[[], None] = lambda: None
 ) -> None:
     """Opens every node's session. Raises the one failure, or a PoolError with all of them, and then leaves none open.
 
-    `failed` is called with each node as soon as it fails, `also` on another thread.
+    `settled` is called with each node as soon as it is open or has failed, `also` on another thread.
     """
     make_room(len(nodes))
     errors: dict[int, Exception] = {}
@@ -171,13 +181,14 @@ def open_all(
             agent = node.session.open()
         except Exception as error:
             errors[node.index] = error
-            failed(node)
+            settled(node)
             if node.session.was_stopped:  # Ctrl-C, or another thread has closed the pool
                 events.emit(HostState(host=node.name, state="closed"))
                 return
             detail = (error.message if isinstance(error, SkyfabError) else str(error)).partition("\n")[0]
             events.emit(HostState(host=node.name, state="failed", detail=detail))
         else:
+            settled(node)
             events.emit(HostState(host=node.name, state="ready", detail=f"Python {agent.python}"))
 
     for node in nodes:

@@ -181,14 +181,14 @@ class Installation:
         text = self.lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}" if wheel in pushed else None)
         listed = Package.of_text("pylock.toml", text)
         uv, tools = self._uv()
-        archive = None
-        if self.python is None and not python_there:
+        python, archive = self.python, None
+        if python is None and not python_there:
             self.report.step(f"fetching Python {self.target.python}")
             archive = Package.of_file(python_for(self.target))
-            tools = [*tools, archive]
             if not self.facts.pythons:  # with this one, the host can take part in a relay
                 self._send(missing(self.shell, [archive]))
-                self._unpacked(archive)
+                python = self._unpacked(archive)
+            tools = [*tools, archive]
         wheels = [Package.of_wheel(wheel) for wheel in pushed]
         packages = [listed, *tools, *wheels]
         self._provide(packages)
@@ -201,7 +201,7 @@ class Installation:
             "digest": digest,
             "session": self.session,
             "uv": uv,
-            "python": self.python or (self._unpacked(archive) if archive else self.target.python),
+            "python": python or (self._unpacked(archive) if archive else self.target.python),
             "lock": listed.place,
             "offline": "1" if offline else "",
         }

@@ -37,10 +37,6 @@ class Delivery:
     hosts: Sequence[Host]
 
 
-Deliver = Callable[[Sequence[Delivery], Callable[[Host, int, int], None], Callable[[], bool]], None]
-"""Makes deliveries: a method of the pool. It reports progress, in bytes, and ends early when a function says so."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lack:
     """What one host lacks."""
@@ -54,13 +50,14 @@ class Sharing:
     """The hosts of a preparation meet here, once, before packages are sent to them."""
 
     def __init__(self, hosts: Sequence[Host], deliver: Deliver | None, patience: float) -> None:
-        """A host waits at most `patience` seconds for the others. Without `deliver` it never waits."""
+        """A host waits at most `patience` seconds for what others lack. Without `deliver` it never waits."""
         self._deliver = deliver
         self._patience = patience
         self._undecided = {host.name for host in hosts if not (host.is_here or host.inside)}
         self._lacks: list[Lack] = []
-        self._waiting = 0
-        self._has_begun = self._has_ended = False
+        self._expecting: set[str] = set()
+        """Hosts that wait for what they lack."""
+        self._has_begun = False
         self._changed = threading.Condition()
 
     def leave(self, host: Host) -> None:
@@ -70,48 +67,57 @@ class Sharing:
             self._changed.notify_all()
 
     def share(self, lack: Lack, check: Callable[[], None]) -> bool:
-        """Waits until all hosts have said what they lack, and then until they have received what several of them do.
+        """Waits until all hosts have said what they lack, and then until this one has received what others lack too.
 
-        Returns whether the host may have received something: not if it comes too late, or again. `check` raises when the
-        pool was closed.
+        Returns whether it may have received something: not if it comes too late, or again. `check` raises when the pool
+        was closed.
         """
+        name = lack.host.name
         with self._changed:
-            if self._deliver is None or self._has_begun or lack.host.name not in self._undecided or not lack.packages:
+            if self._deliver is None or self._has_begun or name not in self._undecided or not lack.packages:
                 return False
             self._lacks.append(lack)
+            self._expecting.add(name)
             self.leave(lack.host)
-            self._waiting += 1
+            until = time.monotonic() + self._patience
             try:
-                until = time.monotonic() + self._patience
-                while not self._has_begun and self._undecided and time.monotonic() < until:
-                    self._changed.wait(_LOOK)
-                    check()
-                if not self._has_begun:
-                    self._has_begun = True
-                    threading.Thread(target=self._run, args=(self._deliver,), daemon=True).start()
-                while not self._has_ended:
+                while name in self._expecting:
+                    if not self._has_begun and (not self._undecided or time.monotonic() > until):
+                        self._has_begun = True
+                        threading.Thread(target=self._run, args=(self._deliver,), daemon=True).start()
                     self._changed.wait(_LOOK)
                     check()
             finally:
-                self._waiting -= 1
+                self._expecting.discard(name)
         return True
 
     def _run(self, deliver: Deliver) -> None:
-        reports = {lack.host: lack.report for lack in self._lacks}
         try:
             deliveries = self._deliveries()
             if sum(path.stat().st_size for each in deliveries for path in each.files.values()) >= _LEAST:
-                deliver(
-                    deliveries,
-                    lambda host, done, total: reports[host].moved("pushing", done, total),
-                    lambda: not self._waiting,
-                )
+                deliver(deliveries, self)
         except (SkyfabError, OSError) as error:  # a host fails with it again if it is sent the same
             _LOG.debug("packages are not relayed: %s", error)
         finally:
-            with self._changed:
-                self._has_ended = True
-                self._changed.notify_all()
+            for lack in self._lacks:
+                self.settle(lack.host)
+
+    # ---- for what delivers
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether no host waits any more."""
+        return not self._expecting
+
+    def moved(self, host: Host, done: int, total: int) -> None:
+        """A host has received `done` of `total` bytes."""
+        next(lack.report for lack in self._lacks if lack.host is host).moved("pushing", done, total)
+
+    def settle(self, host: Host) -> None:
+        """A host gets no more in this way."""
+        with self._changed:
+            self._expecting.discard(host.name)
+            self._changed.notify_all()
 
     def _deliveries(self) -> list[Delivery]:
         """What several hosts lack; one delivery for those that lack the same."""
@@ -126,13 +132,17 @@ class Sharing:
             if len(hosts) > 1:
                 groups.setdefault(tuple(hosts), []).append(package)
         found = []
-        for hosts, packages in groups.items():
-            progress = functools.partial(self._fetching, hosts)
+        for group, packages in groups.items():
+            progress = functools.partial(self._fetching, group)
             files = {one.sha256: one.content for one in fetched(packages, progress) if isinstance(one.content, Path)}
-            found.append(Delivery(files=files, hosts=hosts))
+            found.append(Delivery(files=files, hosts=group))
         return found
 
     def _fetching(self, hosts: Sequence[Host], done: int, total: int) -> None:
         for lack in self._lacks:
             if lack.host in hosts:
                 lack.report.moved("fetching", done, total)
+
+
+Deliver = Callable[[Sequence[Delivery], Sharing], None]
+"""Makes deliveries, and reports how they go: a method of the pool."""

@@ -56,8 +56,8 @@ from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
 from skyfab.pool.node import TABLE, Node
 from skyfab.pool.nodes import Nodes, close_all, named, open_all, tell_files
-from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.package_relay import PackageRelay
+from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.relay import Relay
 from skyfab.pool.rendezvous import peer_addresses
 from skyfab.pool.scheduler import NOT_TAKEN, Scheduler

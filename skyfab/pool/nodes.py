@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -31,12 +32,14 @@ from skyfab.session.fanout import for_each_host, meanwhile, one_error, results_o
 from skyfab.session.reader import SharedReader
 from skyfab.session.replies import Reply
 from skyfab.session.session import Session
+from skyfab.session.shell import Shell
 from skyfab.session.timing import Timing
 from skyfab.ssh import transport_for
 from skyfab.ssh.base import Transport
 from skyfab.ssh.process import end_all
 from skyfab.ui.events import Events, HostState
 
+Prepare = Callable[[Shell], str | None]
 _PER_HOST: Final = 8
 """File descriptors per host. A connection has five; while it is suspect, others are attempted in parallel."""
 _SPARE: Final = 128
@@ -114,12 +117,12 @@ class Nodes(Owner):
             copy.workdir = node.workdir
         return made
 
-    def helpers(self, hosts: Sequence[Host]) -> list[Node]:
+    def helpers(self, hosts: Sequence[Host], lease: float) -> list[Node]:
         """New nodes for hosts that do not have their environment yet: they run any Python, for transfers only."""
-        pool = _pool_name()
+        pool, timing = _pool_name(), replace(self.timing, lease=lease)
         made = [Node(index, host, self._inventory, Owner(Events())) for index, host in enumerate(hosts)]
         for node in made:
-            node.session = self._new_session(node, pool, "any")
+            node.session = self._session(node, f"{pool}-{node.index}", ("any", None), timing)
         return made
 
     def _make(self, index: int, host: Host, owner: Owner, pool: str) -> Node:
@@ -129,13 +132,14 @@ class Nodes(Owner):
         node.session = self._new_session(node, pool)
         return node
 
-    def _new_session(self, node: Node, pool: str | None = None, python: str = "") -> Session:
-        """A session with a new agent, which runs the image's interpreter unless another one is given."""
-        host = node.host
+    def _new_session(self, node: Node, pool: str | None = None) -> Session:
+        """A session with a new agent."""
         name = f"{pool or _pool_name()}-{node.index}"  # unique per node: two hosts may be the same machine
-        prepare = None
-        if not python:
-            python, prepare = self._images.interpreter(host, name, Progress(self.events, host.name))
+        found = self._images.interpreter(node.host, name, Progress(self.events, node.name))
+        return self._session(node, name, found, self.timing)
+
+    def _session(self, node: Node, name: str, interpreter: tuple[str, Prepare | None], timing: Timing) -> Session:
+        host, (python, prepare) = node.host, interpreter
         return Session(
             Bootstrap(
                 host=host,
@@ -148,7 +152,7 @@ class Nodes(Owner):
             lambda: self._reach(host),
             node,
             self._reader,
-            self.timing,
+            timing,
         )
 
 

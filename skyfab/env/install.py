@@ -208,7 +208,7 @@ class Installation:
         try:
             self.shell.run(given(**values) + _BUILD)
         except ScriptFailed as failed:
-            changed = _mismatched(failed)
+            changed = _mismatched(failed) or _unreadable(failed)
             if not changed:
                 raise
             if wheels:  # one of them was damaged on the host
@@ -282,6 +282,13 @@ class Installation:
 def _mismatched(failed: ScriptFailed) -> list[str]:
     """The packages whose wheels, according to uv, do not match the lock."""
     return re.findall(r"hash mismatch for `?([\w.-]+)", failed.output, re.IGNORECASE)
+
+
+def _unreadable(failed: ScriptFailed) -> list[str]:
+    """The packages whose wheels uv cannot unpack, which it does before it compares hashes."""
+    if "Failed to extract" not in failed.output:
+        return []
+    return re.findall(r"Failed to (?:download|read|install) `?([\w.-]+?)(?:==|`)", failed.output)
 
 
 def unfit(failed: ScriptFailed, host: str) -> HostUnfit:

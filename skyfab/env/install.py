@@ -181,16 +181,9 @@ class Installation:
         text = self.lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}" if wheel in pushed else None)
         listed = Package.of_text("pylock.toml", text)
         uv, tools = self._uv()
-        python, archive = self.python, None
-        if python is None and not python_there:
-            self.report.step(f"fetching Python {self.target.python}")
-            archive = Package.of_file(python_for(self.target))
-            if not self.facts.pythons:  # with this one, the host can take part in a relay
-                self._send(missing(self.shell, [archive]))
-                python = self._unpacked(archive)
-            tools = [*tools, archive]
+        archive = None if self.python or python_there else self._interpreter()
         wheels = [Package.of_wheel(wheel) for wheel in pushed]
-        packages = [listed, *tools, *wheels]
+        packages = [listed, *tools, *([archive] if archive else ()), *wheels]
         self._provide(packages)
         if self.image.apt:
             self.report.step("installing apt packages")
@@ -201,7 +194,7 @@ class Installation:
             "digest": digest,
             "session": self.session,
             "uv": uv,
-            "python": python or (self._unpacked(archive) if archive else self.target.python),
+            "python": self._unpacked(archive) if archive else self.python or self.target.python,
             "lock": listed.place,
             "offline": "1" if offline else "",
         }
@@ -239,6 +232,15 @@ class Installation:
             return found.path, []
         package = Package.of_file(uv_for(self.target), program=True)
         return package.place, [package]
+
+    def _interpreter(self) -> Package:
+        """The archive of an interpreter for the host. Uploads it if the host has none at all, which relays need."""
+        self.report.step(f"fetching Python {self.target.python}")
+        archive = Package.of_file(python_for(self.target))
+        if not self.facts.pythons:
+            self._send(missing(self.shell, [archive]))
+            self._unpacked(archive)
+        return archive
 
     def _provide(self, packages: Sequence[Package]) -> None:
         """Brings the packages that the host does not have to it."""

@@ -106,7 +106,7 @@ class Sharing:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether no host waits any more."""
+        """Whether no host waits any longer."""
         return not self._expecting
 
     def moved(self, host: Host, done: int, total: int) -> None:

@@ -18,7 +18,7 @@ from skyfab.pool.relay import Relay
 from skyfab.session.fanout import Raised, for_each_host
 
 _PATIENCE: Final = 10.0
-"""Seconds for a host's agent to start or to come back, before the others go on without it."""
+"""Seconds for a host's agent to start or to come back, before the others begin without it."""
 _LOOK: Final = 0.5
 """Seconds between checks of whether the packages are still wanted."""
 

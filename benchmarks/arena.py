@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import skyfab as sky
+from benchmarks.result import Skip
 from benchmarks.scale import Scale
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
@@ -60,6 +61,13 @@ class Arena:
     def first_machine(self) -> LabHost:
         """The first host, as the lab's object."""
         return self.lab.hosts[0]
+
+    @property
+    def left(self) -> int:
+        """Bytes that have left this machine for the hosts of the lab. Raises Skip where they cannot be counted."""
+        if self.lab.kind != "namespace":
+            raise Skip("links of this lab cannot be measured")
+        return int(Path(f"/sys/class/net/{self.first_machine.network.bridge}/statistics/tx_bytes").read_text())
 
     def pool(self, *hosts: Host, **options: Any) -> sky.Compute:
         """A pool of these hosts, without output."""

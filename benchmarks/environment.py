@@ -63,6 +63,15 @@ class Environment:
                 against="on one",
                 bar=Bar(2.5),
             )
+            yield Result(
+                row=self.name,
+                what=f"on {len(arena.hosts)} fresh hosts at once, bytes that leave",
+                unit="MB",
+                ours=Sample.of(workshop.leaving(hosts=4)),
+                baseline=Sample.of(workshop.leaving(hosts=1)),
+                against="for one",
+                bar=Bar(1.1),
+            )
             pushed, raw = alternate(arena.scale.builds, workshop.push, workshop.cat)
             yield Result(
                 row=self.name,
@@ -133,6 +142,12 @@ class Workshop:
         for host in self.arena.lab.hosts[:hosts]:
             host.run(["rm", "-rf", cache])
         return took
+
+    def leaving(self, hosts: int) -> float:
+        """Megabytes that leave this machine meanwhile."""
+        before = self.arena.left
+        self.fresh(hosts)
+        return (self.arena.left - before) / 1e6
 
     def _open(self, hosts: Sequence[Host], image: sky.Image | None) -> float:
         pool = sky.Compute(hosts, inventory=self.arena.inventory, image=image, ui="none")

@@ -11,7 +11,7 @@ import functools
 import re
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
@@ -65,7 +65,8 @@ class Package:
     sha256: str
     filename: str
     size: int
-    content: Path | bytes
+    content: Path | bytes | Wheel
+    """A wheel may have to be fetched first."""
     program: bool = False
     """Whether it is executable."""
 
@@ -81,8 +82,7 @@ class Package:
 
     @classmethod
     def of_wheel(cls, wheel: Wheel) -> Package:
-        """From the lock alone, without content: enough to check whether the host has it."""
-        return cls(sha256=wheel.sha256, filename=wheel.filename, size=wheel.size or 0, content=b"")
+        return cls(sha256=wheel.sha256, filename=wheel.filename, size=wheel.size or 0, content=wheel)
 
     @classmethod
     def of_text(cls, filename: str, text: str) -> Package:
@@ -94,6 +94,15 @@ def enter(shell: Shell, digest: str) -> str | None:
     """Starts the environment's interpreter; ``absent`` if there is none."""
     home = f'"$c"/envs/{digest}'
     return shell.go(f"{home}/bin/python", provided=f"test -x {home}/bin/python && true >{home}/.used")
+
+
+def fetched(packages: Sequence[Package], progress: Callable[[int, int], None]) -> list[Package]:
+    """The same packages, after their wheels were downloaded to this machine."""
+    files = fetch([one.content for one in packages if isinstance(one.content, Wheel)], progress=progress)
+    return [
+        replace(one, content=path, size=path.stat().st_size) if (path := files.get(one.sha256)) else one
+        for one in packages
+    ]
 
 
 def missing(shell: Shell, packages: Sequence[Package]) -> list[Package]:
@@ -135,6 +144,7 @@ def _pieces(package: Package) -> Iterator[bytes]:
     if isinstance(package.content, bytes):
         yield package.content
         return
+    assert isinstance(package.content, Path), "it was not fetched"
     with package.content.open("rb") as file:
         left = package.size
         while left:
@@ -158,6 +168,8 @@ class Installation:
     lock: Lock
     python: str | None
     """An interpreter of the host that has the right version."""
+    share: Callable[[Sequence[Package]], bool] = lambda lacking: False
+    """Has hosts that lack the same packages pass them on to each other. Returns whether this one may have got some."""
 
     def build(self, digest: str) -> None:
         """Builds the environment, unless another process was faster. Raises ScriptFailed with uv's output."""
@@ -169,13 +181,9 @@ class Installation:
         text = self.lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}" if wheel in pushed else None)
         listed = Package.of_text("pylock.toml", text)
         uv, tools = self._uv()
-        archive = None
-        if self.python is None and not python_there:
-            self.report.step(f"fetching Python {self.target.python}")
-            archive = Package.of_file(python_for(self.target))
-            tools = [*tools, archive]
+        archive = None if self.python or python_there else self._interpreter()
         wheels = [Package.of_wheel(wheel) for wheel in pushed]
-        packages = [listed, *tools, *wheels]
+        packages = [listed, *tools, *([archive] if archive else ()), *wheels]
         self._provide(packages)
         if self.image.apt:
             self.report.step("installing apt packages")
@@ -186,18 +194,19 @@ class Installation:
             "digest": digest,
             "session": self.session,
             "uv": uv,
-            "python": self.python or (self._unpacked(archive) if archive else self.target.python),
+            "python": self._unpacked(archive) if archive else self.python or self.target.python,
             "lock": listed.place,
             "offline": "1" if offline else "",
         }
         try:
             self.shell.run(given(**values) + _BUILD)
         except ScriptFailed as failed:
-            changed = _mismatched(failed)
+            changed = _mismatched(failed) or _unreadable(failed)
             if not changed:
                 raise
             if wheels:  # one of them was damaged on the host
-                self.shell.run(f'cd "$c/packages" && rm -rf {" ".join(wheel.sha256 for wheel in wheels)}')
+                names = " ".join(f"packages/{wheel.sha256} blobs/{wheel.sha256}" for wheel in wheels)
+                self.shell.run(f'cd "$c" && rm -rf {names}')
                 self._provide(packages)
             # uv's cache may have a wheel that was replaced under the same name and version. It is deleted from it:
             # uv's own refresh options skip what an index has declared immutable.
@@ -224,15 +233,27 @@ class Installation:
         package = Package.of_file(uv_for(self.target), program=True)
         return package.place, [package]
 
+    def _interpreter(self) -> Package:
+        """The archive of an interpreter for the host. Uploads it if the host has none at all, which relays need."""
+        self.report.step(f"fetching Python {self.target.python}")
+        archive = Package.of_file(python_for(self.target))
+        if not self.facts.pythons:
+            self._send(missing(self.shell, [archive]))
+            self._unpacked(archive)
+        return archive
+
     def _provide(self, packages: Sequence[Package]) -> None:
-        """Uploads the packages that the host does not have."""
+        """Brings the packages that the host does not have to it."""
         lacking = missing(self.shell, packages)
+        if self.share([package for package in lacking if not isinstance(package.content, bytes)]):
+            lacking = missing(self.shell, packages)
+        self._send(lacking)
+
+    def _send(self, lacking: Sequence[Package]) -> None:
+        """Uploads packages."""
         if not lacking:
             return
-        names = {package.sha256 for package in lacking}
-        wanted = [wheel for wheel in self.lock.wheels if wheel.sha256 in names]
-        files = fetch(wanted, progress=functools.partial(self.report.moved, "fetching"))
-        packages = [p if p.sha256 not in files else Package.of_file(files[p.sha256], sha256=p.sha256) for p in lacking]
+        packages = fetched(lacking, functools.partial(self.report.moved, "fetching"))
         total = sum(package.size for package in packages)
         if self.facts.free and total > self.facts.free:
             what = f"the packages need {readable(total)}, but its disk has {readable(self.facts.free)} free"
@@ -263,6 +284,13 @@ class Installation:
 def _mismatched(failed: ScriptFailed) -> list[str]:
     """The packages whose wheels, according to uv, do not match the lock."""
     return re.findall(r"hash mismatch for `?([\w.-]+)", failed.output, re.IGNORECASE)
+
+
+def _unreadable(failed: ScriptFailed) -> list[str]:
+    """The packages whose wheels uv cannot unpack, which it does before it compares hashes."""
+    if "Failed to extract" not in failed.output:
+        return []
+    return re.findall(r"Failed to (?:download|read|install) `?([\w.-]+?)(?:==|`)", failed.output)
 
 
 def unfit(failed: ScriptFailed, host: str) -> HostUnfit:

@@ -6,6 +6,7 @@ does not exist, it is prepared.
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from shlex import quote
@@ -14,13 +15,14 @@ from typing import TYPE_CHECKING, Final
 from skyfab._util.hints import HINTS
 from skyfab.calls.image import Image
 from skyfab.env.facts import Facts, Target
+from skyfab.env.share import Deliver, Lack, Sharing
 from skyfab.errors import HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 from skyfab.session.shell import ScriptFailed, Shell
 
 if TYPE_CHECKING:
-    from skyfab.env.install import Report
+    from skyfab.env.install import Package, Report
     from skyfab.env.lock import Lock
 
 _OTHERS: Final = 10.0
@@ -32,13 +34,14 @@ _LAYOUT: Final = "1"
 class Preparation:
     """Prepares one image's environment on the hosts of a pool, in parallel."""
 
-    def __init__(self, image: Image, hosts: Sequence[Host], python: str) -> None:
-        """`python` is this program's major.minor: functions are sent as bytecode."""
+    def __init__(self, image: Image, hosts: Sequence[Host], python: str, deliver: Deliver | None = None) -> None:
+        """`python` is this program's major.minor: functions are sent as bytecode. See `Sharing` for `deliver`."""
         self.image = image
         self.python = python
         self._targets: dict[str, Target] = {}
         self._absent = {host.name for host in hosts}
         self._met = threading.Condition()
+        self._sharing = Sharing(hosts, deliver, _OTHERS)
 
     @property
     def is_empty(self) -> bool:
@@ -75,6 +78,8 @@ class Preparation:
             if host.inside and error.hint:
                 error.hint = error.hint.replace("on the host", f"in {host.inside}")
             raise
+        finally:
+            self._sharing.leave(host)
 
     def _prepare(self, host: Host, shell: Shell, session: str, report: Report) -> str | None:
         from skyfab.env import facts_cache
@@ -109,9 +114,13 @@ class Preparation:
                 target=target,
                 lock=lock,
                 python=python,
+                share=functools.partial(self._share, host, shell, report),
             ).build(digest)
             answer = enter(shell, digest)
         return answer
+
+    def _share(self, host: Host, shell: Shell, report: Report, lacking: Sequence[Package]) -> bool:
+        return self._sharing.share(Lack(host=host, packages=lacking, report=report), shell.check)
 
     def _python_of(self, host: Host, facts: Facts) -> str | None:
         """An interpreter that is installed on the host and has the right version."""
@@ -134,7 +143,9 @@ class Preparation:
         return name_of("\0".join((_LAYOUT, lock.digest, *sorted(self.image.apt))).encode())[:40]
 
     def meet(self, host: Host, target: Target | None) -> None:
-        """Records a host's target; None: the host does not take part."""
+        """Records a host's target; None: the host does not take part, or no more."""
+        if target is None:
+            self._sharing.leave(host)
         with self._met:
             self._absent.discard(host.name)
             if target is not None:

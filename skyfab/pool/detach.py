@@ -63,7 +63,7 @@ class Detacher:
     def _start(self, go: Callable[[], None], tree: Tree | None) -> None:
         for node in self._nodes:
             node.owner += f".{self.id}"
-        open_all(self._nodes, Events(), failed=lambda node: None)
+        open_all(self._nodes, Events(), settled=lambda node: None)
         try:
             for node in self._nodes:
                 if tree is not None and not node.sync_project(tree):

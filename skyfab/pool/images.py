@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from skyfab.calls import nesting
 from skyfab.calls.image import Image
 from skyfab.env.prepare import Preparation, check
+from skyfab.env.share import Deliver
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host, checked
 from skyfab.plugins.base import Plugin, check_together
@@ -40,6 +41,8 @@ class HostImages:
         self._env = checked("env", env or {}, "env")
         self._images: dict[str, Image] = {}
         self._preparations: dict[str, Preparation] = {}
+        self.deliver: Deliver | None = None
+        """Has hosts pass packages on to each other."""
         self.add(hosts)
 
     def add(self, hosts: Sequence[Host]) -> None:
@@ -70,7 +73,7 @@ class HostImages:
             image = self._images[host.name]
             others = [other for other in hosts if self._images[other.name] is image]
             if others[0] is host:
-                preparation = Preparation(image, others, local_python())
+                preparation = Preparation(image, others, local_python(), self.deliver)
                 self._preparations.update({other.name: preparation for other in others})
 
     def interpreter(self, host: Host, session: str, report: Report) -> tuple[str, Callable[[Shell], str | None] | None]:
@@ -85,8 +88,8 @@ class HostImages:
         prepare = functools.partial(preparation.prepare, host, session=session, report=report)
         return preparation.guess(host), prepare
 
-    def failed(self, host: Host) -> None:
-        """A host failed to connect: its preparation must not wait for it."""
+    def settled(self, host: Host) -> None:
+        """A host is open, or failed to connect: the preparation of others must not wait for it."""
         self._preparations[host.name].meet(host, None)
 
 

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
@@ -31,12 +32,14 @@ from skyfab.session.fanout import for_each_host, meanwhile, one_error, results_o
 from skyfab.session.reader import SharedReader
 from skyfab.session.replies import Reply
 from skyfab.session.session import Session
+from skyfab.session.shell import Shell
 from skyfab.session.timing import Timing
 from skyfab.ssh import transport_for
 from skyfab.ssh.base import Transport
 from skyfab.ssh.process import end_all
 from skyfab.ui.events import Events, HostState
 
+Prepare = Callable[[Shell], str | None]
 _PER_HOST: Final = 8
 """File descriptors per host. A connection has five; while it is suspect, others are attempted in parallel."""
 _SPARE: Final = 128
@@ -114,6 +117,14 @@ class Nodes(Owner):
             copy.workdir = node.workdir
         return made
 
+    def helpers(self, hosts: Sequence[Host], lease: float) -> list[Node]:
+        """New nodes for hosts that do not have their environment yet: they run any Python, for transfers only."""
+        pool, timing = _pool_name(), replace(self.timing, lease=lease)
+        made = [Node(index, host, self._inventory, Owner(Events())) for index, host in enumerate(hosts)]
+        for node in made:
+            node.session = self._session(node, f"{pool}-{node.index}", ("any", None), timing)
+        return made
+
     def _make(self, index: int, host: Host, owner: Owner, pool: str) -> Node:
         node = Node(index, host, self._inventory, owner)
         node.workdir = self._workdirs.of(host)
@@ -123,9 +134,12 @@ class Nodes(Owner):
 
     def _new_session(self, node: Node, pool: str | None = None) -> Session:
         """A session with a new agent."""
-        host = node.host
         name = f"{pool or _pool_name()}-{node.index}"  # unique per node: two hosts may be the same machine
-        python, prepare = self._images.interpreter(host, name, Progress(self.events, host.name))
+        found = self._images.interpreter(node.host, name, Progress(self.events, node.name))
+        return self._session(node, name, found, self.timing)
+
+    def _session(self, node: Node, name: str, interpreter: tuple[str, Prepare | None], timing: Timing) -> Session:
+        host, (python, prepare) = node.host, interpreter
         return Session(
             Bootstrap(
                 host=host,
@@ -138,7 +152,7 @@ class Nodes(Owner):
             lambda: self._reach(host),
             node,
             self._reader,
-            self.timing,
+            timing,
         )
 
 
@@ -157,11 +171,11 @@ def named(nodes: Sequence[Node], name: str) -> Node:
 
 
 def open_all(
-    nodes: Sequence[Node], events: Events, failed: Callable[[Node], None], also: Callable[[], None] = lambda: None
+    nodes: Sequence[Node], events: Events, settled: Callable[[Node], None], also: Callable[[], None] = lambda: None
 ) -> None:
     """Opens every node's session. Raises the one failure, or a PoolError with all of them, and then leaves none open.
 
-    `failed` is called with each node as soon as it fails, `also` on another thread.
+    `settled` is called with each node as soon as it is open or has failed, `also` on another thread.
     """
     make_room(len(nodes))
     errors: dict[int, Exception] = {}
@@ -171,13 +185,14 @@ def open_all(
             agent = node.session.open()
         except Exception as error:
             errors[node.index] = error
-            failed(node)
+            settled(node)
             if node.session.was_stopped:  # Ctrl-C, or another thread has closed the pool
                 events.emit(HostState(host=node.name, state="closed"))
                 return
             detail = (error.message if isinstance(error, SkyfabError) else str(error)).partition("\n")[0]
             events.emit(HostState(host=node.name, state="failed", detail=detail))
         else:
+            settled(node)
             events.emit(HostState(host=node.name, state="ready", detail=f"Python {agent.python}"))
 
     for node in nodes:

@@ -27,6 +27,7 @@ from skyfab.ui.events import Events
 
 Content = Buffer | Path | None
 """Of an item: memory or a file of this machine; None: only other hosts have it."""
+Done = Callable[[Node, Exception | None], None]
 LEAST: Final = 4 << 20
 """Bytes of a call that several hosts lack from which on they pass them on to each other."""
 FULL: Final = "free some space, or put the cache on another disk (cache = … in the inventory)"
@@ -49,12 +50,14 @@ class Relay:
         keep: bool = False,
         holders: Mapping[str, Sequence[Node]] | None = None,
         progress: Progress = lambda node, done, total: None,
+        done: Done = lambda node, error: None,
     ) -> dict[Node, Exception]:
         """Puts items, by their sha256, into the stores of hosts; with `keep` into the part that outlives the pool.
 
         What a host has is not sent to it, and what `holders` have does not leave this machine. Returns the errors of
         the hosts that did not get all items. `progress` is called with how many bytes a host has received, and how many
-        it lacked. Raises UsageError for a file of this machine that has changed.
+        it lacked; `done` when a host has what came from the same holders, or has failed. Raises UsageError for a file
+        of this machine that has changed.
         """
         groups: dict[tuple[Node, ...], dict[str, Content]] = {}
         for name, content in items.items():
@@ -62,7 +65,7 @@ class Relay:
         errors: dict[Node, Exception] = {}
         for owners, group in groups.items():
             left = [node for node in nodes if node not in errors]
-            errors |= self._send(group, left, owners, keep, progress)
+            errors |= self._send(group, left, owners, keep, progress, done)
         return errors
 
     def _send(
@@ -72,7 +75,7 @@ class Relay:
         owners: Sequence[Node] = (),
         keep: bool = False,
         progress: Progress = lambda node, done, total: None,
-        done: Callable[[Node, Exception | None], None] = lambda node, error: None,
+        done: Done = lambda node, error: None,
         may_change: bool = False,
     ) -> dict[Node, Exception]:
         """With `may_change`, the program may modify items after they were named."""

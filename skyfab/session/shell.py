@@ -82,6 +82,10 @@ class Shell:
         self.greeting: Callable[[], None] | None = None
         """Reads the shell's first reply, after the first script has been sent: saves a round trip."""
 
+    def check(self) -> None:
+        """Raises HostLost when the pool was closed."""
+        self._deadline.check()
+
     def answer(self) -> str | None:
         """Returns the rest of the next marked line; None at end of file.
 

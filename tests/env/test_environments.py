@@ -450,22 +450,23 @@ def test_a_lock_for_another_platform_says_so(fresh: Callable[..., list[sky.Host]
 def test_a_host_without_python_is_given_one(
     fresh: Callable[..., list[sky.Host]], index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With and without packages. What uv would download from afar is made here from Debian's interpreter."""
+    """Two, with and without packages. What uv would download from afar is made here from Debian's interpreter."""
     binary, library = Path(f"/usr/bin/python{MINOR}"), Path(f"/usr/lib/python{MINOR}")
     if not binary.exists() or not library.exists():
         pytest.skip(f"no Debian Python {MINOR} to make an archive from")
     monkeypatch.setenv("UV_PYTHON_DOWNLOADS_JSON_URL", str(downloads(tmp_path, binary, library)))
-    with Lab.start(count=1, python="none") as lab:
-        host = lab.hosts[0]
+    with Lab.start(count=2, python="none") as lab:
         bare = [replace(found, cache="/var/tmp/bare") for found in sky.Inventory.of(lab.inventory).hosts.values()]
         index.add("shelf", "1.0")
         for image in ({"pip": ["shelf"]}, {}):
             with pool(bare, **image) as compute:
-                executable, _ = where() >> compute
-                assert executable.startswith("/var/tmp/bare/envs/")
-                assert host.path(str(Path(executable).parent)).exists()
+                for host, (executable, _) in zip(lab.hosts, where() @ compute, strict=True):
+                    assert executable.startswith("/var/tmp/bare/envs/")
+                    assert host.path(str(Path(executable).parent)).exists()
                 if image:
-                    assert version_of("shelf") >> compute == "1.0"
+                    assert version_of("shelf") @ compute == ["1.0"] * 2
+                    uv = lab.hosts[1].run(["find", "/var/tmp/bare/blobs", "-size", "+8M"]).stdout.split()
+                    assert len(uv) == 1, "relayed by the interpreters that they have been given"
 
 
 def downloads(tmp_path: Path, binary: Path, library: Path) -> Path:

@@ -93,11 +93,11 @@ def test_a_plugin_sees_each_host_once() -> None:
     assert seen == ["node1", "node2", "node3"]
 
 
-def test_nobody_waits_for_a_host_that_failed() -> None:
+def test_nobody_waits_for_a_host_that_is_open_or_failed() -> None:
     images = begun(HOSTS, sky.Image())
     preparation = images._preparations["node2"]
     assert "node2" in preparation._absent
-    images.failed(HOSTS[1])
+    images.settled(HOSTS[1])
     assert "node2" not in preparation._absent
     assert "node1" in preparation._absent
 

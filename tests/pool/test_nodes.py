@@ -154,19 +154,19 @@ def test_a_solo_call_sees_a_world_of_its_own(stage: Stage, gpus: Any, visible: s
 
 
 def opened(stage: Stage, *errors: BaseException | None) -> tuple[list[Any], list[Any]]:
-    """Nodes that fail so; those whose failure was told."""
+    """Nodes that fail so; those that have been settled."""
     nodes: list[Any] = [FakeNode(index, error) for index, error in enumerate(errors)]
-    failed: list[Any] = []
+    settled: list[Any] = []
     try:
-        open_all(nodes, stage.events, failed.append)
+        open_all(nodes, stage.events, settled.append)
     finally:
-        stage.failed, stage.nodes = failed, nodes  # type: ignore[attr-defined]
-    return nodes, failed
+        stage.settled, stage.nodes = settled, nodes  # type: ignore[attr-defined]
+    return nodes, settled
 
 
 def test_hosts_are_opened_and_told(stage: Stage) -> None:
-    nodes, failed = opened(stage, None, None)
-    assert failed == []
+    nodes, settled = opened(stage, None, None)
+    assert {*settled} == {*nodes}
     assert not any(node.session.closed for node in nodes)
     assert [event.state for event in stage.found[:2]] == ["connecting", "connecting"]  # type: ignore[attr-defined]
     assert {str(event) for event in stage.found[2:]} == {f"node{n}: ready (Python 3.12.1)" for n in (0, 1)}
@@ -179,7 +179,7 @@ def test_the_one_host_that_fails_is_raised_as_it_is_and_the_others_are_closed(st
     assert raised.value is error
     nodes: list[Any] = stage.nodes  # type: ignore[attr-defined]
     assert [node.session.closed for node in nodes] == [True, False, True]
-    assert stage.failed == [nodes[1]]  # type: ignore[attr-defined]
+    assert {*stage.settled} == {*nodes}  # type: ignore[attr-defined]
     assert HostState(host="node1", state="failed", detail="no route") in stage.found
 
 

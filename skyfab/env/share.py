@@ -1,0 +1,148 @@
+"""Packages that several hosts of a pool lack leave this machine once: the hosts pass them on to each other.
+
+They arrive in the hosts' content stores, where missing.sh finds them. Whatever goes wrong, each host is then sent what
+it still lacks, as a single one is.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from skyfab.errors import SkyfabError
+from skyfab.inventory.host import Host
+
+if TYPE_CHECKING:
+    from skyfab.env.install import Package, Report
+
+_LOG: Final = logging.getLogger("skyfab")
+_LEAST: Final = 4 << 20
+"""Bytes that several hosts lack from which on they pass them on to each other."""
+_LOOK: Final = 0.2
+"""Seconds after which a waiting host checks whether the pool was closed."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """Files that go to the content stores of some hosts."""
+
+    files: Mapping[str, Path]
+    """By their sha256."""
+    hosts: Sequence[Host]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lack:
+    """What one host lacks."""
+
+    host: Host
+    packages: Sequence[Package]
+    report: Report
+
+
+class Sharing:
+    """The hosts of a preparation meet here, once, before packages are sent to them."""
+
+    def __init__(self, hosts: Sequence[Host], deliver: Deliver | None, patience: float) -> None:
+        """A host waits at most `patience` seconds for what others lack. Without `deliver` it never waits."""
+        self._deliver = deliver
+        self._patience = patience
+        self._undecided = {host.name for host in hosts if not (host.is_here or host.inside)}
+        self._lacks: list[Lack] = []
+        self._expecting: set[str] = set()
+        """Hosts that wait for what they lack."""
+        self._has_begun = False
+        self._changed = threading.Condition()
+
+    def leave(self, host: Host) -> None:
+        """A host does not take part."""
+        with self._changed:
+            self._undecided.discard(host.name)
+            self._changed.notify_all()
+
+    def share(self, lack: Lack, check: Callable[[], None]) -> bool:
+        """Waits until all hosts have said what they lack, and then until this one has received what others lack too.
+
+        Returns whether it may have received something: not if it comes too late, or again. `check` raises when the pool
+        was closed.
+        """
+        name = lack.host.name
+        with self._changed:
+            if self._deliver is None or self._has_begun or name not in self._undecided or not lack.packages:
+                return False
+            self._lacks.append(lack)
+            self._expecting.add(name)
+            self.leave(lack.host)
+            until = time.monotonic() + self._patience
+            try:
+                while name in self._expecting:
+                    if not self._has_begun and (not self._undecided or time.monotonic() > until):
+                        self._has_begun = True
+                        threading.Thread(target=self._run, args=(self._deliver,), daemon=True).start()
+                    self._changed.wait(_LOOK)
+                    check()
+            finally:
+                self._expecting.discard(name)
+        return True
+
+    def _run(self, deliver: Deliver) -> None:
+        try:
+            deliveries = self._deliveries()
+            if sum(path.stat().st_size for each in deliveries for path in each.files.values()) >= _LEAST:
+                deliver(deliveries, self)
+        except (SkyfabError, OSError) as error:  # a host fails with it again if it is sent the same
+            _LOG.debug("packages are not relayed: %s", error)
+        finally:
+            for lack in self._lacks:
+                self.settle(lack.host)
+
+    # ---- for what delivers
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Whether no host waits any longer."""
+        return not self._expecting
+
+    def moved(self, host: Host, done: int, total: int) -> None:
+        """A host has received `done` of `total` bytes."""
+        next(lack.report for lack in self._lacks if lack.host is host).moved("pushing", done, total)
+
+    def settle(self, host: Host) -> None:
+        """A host gets no more in this way."""
+        with self._changed:
+            self._expecting.discard(host.name)
+            self._changed.notify_all()
+
+    def _deliveries(self) -> list[Delivery]:
+        """What several hosts lack; one delivery for those that lack the same."""
+        from skyfab.env.install import fetched  # late: most pools build no environment
+
+        lacking: dict[Package, list[Host]] = {}
+        for lack in self._lacks:
+            for package in lack.packages:
+                lacking.setdefault(package, []).append(lack.host)
+        groups: dict[tuple[Host, ...], list[Package]] = {}
+        for package, hosts in lacking.items():
+            if len(hosts) > 1:
+                groups.setdefault(tuple(hosts), []).append(package)
+        found = []
+        for group, packages in groups.items():
+            progress = functools.partial(self._fetching, group)
+            files = {one.sha256: one.content for one in fetched(packages, progress) if isinstance(one.content, Path)}
+            found.append(Delivery(files=files, hosts=group))
+        return found
+
+    def _fetching(self, hosts: Sequence[Host], done: int, total: int) -> None:
+        for lack in self._lacks:
+            if lack.host in hosts:
+                lack.report.moved("fetching", done, total)
+
+
+Deliver = Callable[[Sequence[Delivery], Sharing], None]
+"""Makes deliveries, and reports how they go: a method of the pool."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import threading
@@ -289,6 +290,7 @@ def test_the_number_of_remote_tensors_stays(device: Any, count: int) -> None:
             optimizer.zero_grad()
             model(x).sum().backward()
             optimizer.step()
+        gc.collect()  # tensors that other tests have left are deleted when Python finds them
         return sky.memory(device)["tensors"]
 
     before = train(20)

@@ -1,4 +1,4 @@
-"""`skyfab fetch`: models, data sets and other files of servers to the caches of hosts."""
+"""`skyfab fetch`: fetches models, data sets and other files of servers into the caches of hosts."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ def fetch(
     ],
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
-    include: Annotated[Sequence[str], Option("only files that match; can be repeated", "PATTERN")] = (),
-    exclude: Annotated[Sequence[str], Option("no files that match; can be repeated", "PATTERN")] = (),
+    include: Annotated[Sequence[str], Option("fetch only files that match; repeatable", "PATTERN")] = (),
+    exclude: Annotated[Sequence[str], Option("skip files that match; repeatable", "PATTERN")] = (),
 ) -> None:
     """Fetch a model or a file into the cache of every host.
 
-    Models and data sets of the Hugging Face hub are laid out as its own library does, and functions, runs and shells on
-    the hosts find them: from_pretrained("org/model"). A file goes into the folder fetched of the cache. Prints the path
-    on each host. Hosts that reach the server download different files, and pass them on to the others; if none does,
-    this machine downloads. Every file is checked against its hash. Ctrl-C keeps what has arrived; type the command
-    again to continue. HF_TOKEN is used for models that need it, HF_ENDPOINT for another hub. Exits with 3 if a host
-    fails, after fetching to the others.
+    Models and data sets of the Hugging Face hub are laid out as by its own library, so functions, runs and shells on
+    the hosts find them: from_pretrained("org/model"). Other files go into the folder fetched of the cache. Prints the
+    path on each host. Hosts that reach the server download different files and pass them on to the others; if no host
+    reaches it, this machine downloads. Checks every file against its hash. Ctrl-C keeps what has arrived; repeat the
+    command to continue. Uses HF_TOKEN for models that need a token, and HF_ENDPOINT for another hub. If a host fails,
+    fetches to the others and exits with 3.
 
         skyfab fetch hf://org/model --hosts=gpu
         skyfab fetch hf://org/model@v2 --include='*.safetensors' --include='*.json'
@@ -42,7 +42,7 @@ def fetch(
         try:
             reports = compute.fetch(source, include=include, exclude=exclude)
         except KeyboardInterrupt:
-            print("what has arrived stays: the same command continues", file=sys.stderr)
+            print("what has arrived is kept; repeat the command to continue", file=sys.stderr)
             raise
         for one in reports:
             print(clean(str(one)))

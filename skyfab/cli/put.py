@@ -35,8 +35,8 @@ def put(
 ) -> None:
     """Copy a file or folder to every host.
 
-    Relative paths on the hosts are in the working folder, which programs that you start in the current folder use too.
-    Without --to, the path is the same as on this machine. Skips files that the hosts already have with the same
+    Relative paths on the hosts refer to the working folder, which programs that you start in the current folder also
+    use. Without --to, the path is the same as on this machine. Skips files that the hosts already have with the same
     content, and resumes interrupted transfers.
 
         skyfab put data --hosts=gpu
@@ -65,10 +65,10 @@ def get(
 ) -> int:
     """Copy files and folders from hosts.
 
-    Relative paths are in the working folder on the hosts, and are kept below the folder on this machine; quote
+    Relative paths refer to the working folder on the hosts, and are kept below the folder on this machine; quote
     patterns. --run without a path fetches what the run wrote, once it has ended. From several hosts, files that more
     than one of them has go into a folder for each host. Skips files that this machine already has with the same
-    content, and resumes interrupted transfers. Exits with 3 if a host does not respond, after fetching from the others.
+    content, and resumes interrupted transfers. If a host does not respond, fetches from the others and exits with 3.
 
         skyfab get 'ckpt/*' --hosts=node1
         skyfab get /var/log/syslog --hosts=gpu --to=logs
@@ -116,15 +116,15 @@ def _fetch(inventory: Inventory, hosts: Sequence[Host], paths: Sequence[str], to
 
 
 def remember(run: Run, patterns: Sequence[str], mirror: Sequence[str], limit: str | None) -> None:
-    """Notes on this machine what is fetched, and to where: a host must not choose what is written where."""
+    """Records on this machine what to fetch, and where to: a host must not choose what is written where."""
     noted = {"patterns": list(patterns), "to": str(Path.cwd()), "mirror": list(mirror), "limit": limit}
     write(_note_of(run), json.dumps(noted))
 
 
 def fetch_remembered(run: Run) -> bool:
-    """Fetches what `run --detach --get` has named, to the folder where that was typed. Prints an error.
+    """Fetches what `run --detach --get` named, into the folder where the command was typed. Prints errors.
 
-    Returns whether something was named, also with --mirror.
+    Returns whether anything was named, also with --mirror.
     """
     hosts, noted = run.in_workdirs(), _noted(run)
     if not hosts or not noted:
@@ -139,9 +139,9 @@ def fetch_remembered(run: Run) -> bool:
 
 @contextmanager
 def mirrored(run: Run) -> Iterator[bool]:
-    """During the block, what `run --detach --mirror` has named comes to the folder where that was typed.
+    """During the block, mirrors what `run --detach --mirror` named, into the folder where the command was typed.
 
-    Yields whether something was named. Prints errors.
+    Yields whether anything was named. Prints errors.
     """
     hosts, noted = run.in_workdirs(), _noted(run)
     is_named = bool(hosts and noted.get("mirror"))
@@ -160,7 +160,7 @@ def mirrored(run: Run) -> Iterator[bool]:
 
 
 def start_mirrors(compute: Compute, named: Sequence[str], limit: str | None, base: Path) -> list[Mirror]:
-    """Starts what the values of --mirror mean: one mirror for each folder on this machine."""
+    """Starts the mirrors that the values of --mirror name: one for each folder on this machine."""
     paths: dict[Path, list[str]] = {}
     for word in named:
         path, _, folder = word.partition(":")
@@ -169,7 +169,7 @@ def start_mirrors(compute: Compute, named: Sequence[str], limit: str | None, bas
 
 
 def stop_mirrors(mirrors: Sequence[Mirror]) -> None:
-    """Has them look for a last time, and prints what has come."""
+    """Runs the final pass of each mirror, and prints what was fetched."""
     for mirror in mirrors:
         mirror.close()
         for one in mirror.reports:
@@ -182,7 +182,7 @@ def tell_not_fetched(error: Exception) -> None:
 
 
 def _noted(run: Run) -> dict[str, Any]:
-    """What `remember` has noted; empty if it has not."""
+    """What `remember` recorded; empty if nothing."""
     path = _note_of(run)
     noted: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     return noted
@@ -194,7 +194,7 @@ def _note_of(run: Run) -> Path:
 
 @contextmanager
 def file_pool(inventory: Inventory, hosts: Sequence[Host]) -> Iterator[Compute]:
-    """A pool whose hosts are sent no modules. An error of this machine's files is a message, as one of a host's is."""
+    """A pool that sends no modules to hosts. Errors of files on this machine become messages, like those of hosts."""
     from skyfab.calls.image import Image
     from skyfab.files.entries import words
     from skyfab.pool.compute import Compute
@@ -202,7 +202,7 @@ def file_pool(inventory: Inventory, hosts: Sequence[Host]) -> Iterator[Compute]:
     try:
         with Compute(hosts, inventory=inventory, image=Image(excludes=("*",))) as compute:
             for node in compute.hosts:
-                node.owner = ""  # it is the project's folder also while a run uses that
+                node.owner = ""  # the project's folder, even while a run uses it
             yield compute
     except OSError as error:
         if isinstance(error, (SkyfabError, BrokenPipeError)):

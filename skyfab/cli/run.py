@@ -46,7 +46,7 @@ def run(
     get: Annotated[Sequence[str], Option("fetch these files when the run has ended; repeatable", "PATTERN")] = (),
     mirror: Annotated[
         Sequence[str],
-        Option("fetch what appears in this folder during the run, into FOLDER; repeatable", "PATH[:FOLDER]"),
+        Option("fetch new files of this folder during the run, into FOLDER; repeatable", "PATH[:FOLDER]"),
     ] = (),
     limit: Annotated[str | None, Option("use at most this many bytes per second for --mirror: 20MB/s", "RATE")] = None,
     detach: Detach = False,
@@ -57,22 +57,22 @@ def run(
 
     Sets RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and so on: scripts written for torchrun need no change. Sends the
     modules that the script imports; --sync sends data too. Files that the script writes stay on the hosts, in the
-    working folder (--workdir=temp: a temporary folder). --get fetches them, even after a failure or Ctrl-C;
-    files that several hosts have, into a folder for each host. --mirror fetches them during the run; if it is
-    detached, skyfab attach, logs and get --run do. Without both, prints the command to fetch them. Without
-    hosts and inventory, two ranks run on this machine, in the current folder. Exits with 1 if a rank fails.
+    working folder (--workdir=temp: a temporary folder). --get fetches them, even after a failure or Ctrl-C; files that
+    several hosts have go into a folder for each host. --mirror fetches them during the run; for a detached run, skyfab
+    attach, logs and get --run do this. Without either, prints the command that fetches them. Without hosts and
+    inventory, two ranks run on this machine, in the current folder. Exits with 1 if a rank fails.
 
     Installs the packages that the options name; otherwise those of the script's PEP 723 block, of pyproject.toml with
     uv.lock, or of requirements.txt; otherwise uses the hosts' own Python. --with adds to any of them. [tool.skyfab] in
     pyproject.toml sets defaults for the options. At a terminal, Ctrl-C asks whether to stop or detach the run.
 
     -m MODULE runs a module as python -m does. -- COMMAND runs any program: {rank}, {world_size}, {local_rank}, {node},
-    {nodes}, {head} and {port} in its words are replaced; {{rank}} stays as {rank}. Its files are those of the working
-    folder: --sync copies the current folder there.
+    {nodes}, {head} and {port} in its arguments are replaced; {{rank}} gives {rank}. It runs in the working folder:
+    --sync copies the current folder there.
 
-    --gpus takes GPUs that nobody uses, with skyfab or without, with a rank for each, or fails and says who uses them.
-    --when-free waits for them instead; skyfab runs says for whom. With --detach, the run waits on the hosts without
-    this machine.
+    --gpus takes GPUs that nobody uses, with or without skyfab, and starts a rank for each; if there are too few, it
+    fails and says who uses them. --when-free waits for them instead; skyfab runs shows which run it waits for. With
+    --detach, the run waits on the hosts, and this machine is not needed.
 
         skyfab run --hosts=node1,node2 train.py --epochs 3
         skyfab run --hosts=node1 --sync --get='ckpt/*' train.py
@@ -132,7 +132,7 @@ def run(
             remember(run, get, mirror, limit)
         tell_how_to_attach(run, name, get, options.container)
         if mirror:
-            text = f"skyfab attach, logs and get --run fetch what is new in {', '.join(mirror)}"
+            text = f"skyfab attach, logs and get --run fetch new files in {', '.join(mirror)}"
             print(HINTS.adapted(text), file=sys.stderr)
 
 

@@ -1,4 +1,4 @@
-"""`skyfab serve`: a server of all ranks, which outlives this program, with its port on this machine."""
+"""`skyfab serve`: starts a server on all ranks, which outlives this program, and forwards its port."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from skyfab.inventory.host import Host
 
 _PACE: Final = 1.0
-"""Seconds between the questions whether it is ready."""
+"""Seconds between checks of whether it is ready."""
 
 
 @command
@@ -37,25 +37,25 @@ def serve(
         Option(
             "the server is ready when this URL or port of the first host responds, or rank 0 prints this text",
             "URL|PORT|TEXT",
-            default="when it was started",
+            default="as soon as it has started",
         ),
     ] = "",
     port: Annotated[int, Option("the port to forward, on the first host", "PORT", default="that of --ready")] = 0,
     local: Annotated[int | None, Option("the port on this machine", "PORT", default="the same, if it is free")] = None,
-    restarts: Annotated[int, Option("how often all ranks are restarted if one ends", "N", least=0)] = 3,
+    restarts: Annotated[int, Option("how many times all ranks are restarted when one ends", "N", least=0)] = 3,
     timeout: Annotated[int, Option("restart the server if it is not ready after this time", "SECONDS")] = 1800,
     sync: Annotated[
-        bool, Option("first copy the current folder to the hosts, without what .gitignore excludes")
+        bool, Option("first copy the current folder to the hosts, except what .gitignore excludes")
     ] = False,
     detach: Detach = False,
 ) -> None:
     """Start a server on hosts, and forward its port to 127.0.0.1.
 
-    Runs COMMAND on every host, as a detached run: with the variables, placeholders, environment and files of skyfab
-    run -- COMMAND. If one rank ends, all of them are restarted together, after a pause; after --restarts restarts the
-    run fails. Restarts are forgotten once the server has been ready for ten minutes. skyfab runs shows starting, ready,
-    restarting or failed. Ctrl-C closes the port on this machine; the server continues until skyfab stop NAME.
-    --gpus and --when-free are those of skyfab run; the ranks of a host share the GPUs, and keep them when they restart.
+    Runs COMMAND on every host as a detached run, with the variables, placeholders, environment and files of skyfab
+    run -- COMMAND. If a rank ends, all ranks are restarted together, after a pause; after --restarts restarts, the run
+    fails. Once the server has been ready for ten minutes, earlier restarts do not count. skyfab runs shows starting,
+    ready, restarting or failed. Ctrl-C closes the port on this machine; the server continues until skyfab stop NAME.
+    --gpus and --when-free work as in skyfab run; the ranks of a host share the GPUs, and keep them during restarts.
 
         skyfab serve chat --hosts=node1 --ready=8000 -- vllm serve MODEL --host=127.0.0.1
         skyfab serve files --hosts=node1 --ready=http://127.0.0.1:8000/ -- python3 -m http.server --bind=127.0.0.1
@@ -99,7 +99,7 @@ def _port_of(ready: str) -> int:
 
 
 def _follow(run: Run, name: str, hosts: Sequence[Host], port: int, local: int | None) -> None:
-    """Says what the server does, with its port here once it is ready, until Ctrl-C. Raises what it has failed with."""
+    """Reports the server's state, and forwards its port once it is ready, until Ctrl-C. Raises the server's error."""
     from skyfab.detached.folder import phase_of
     from skyfab.detached.run import attached
     from skyfab.host.phase import without_times
@@ -112,7 +112,7 @@ def _follow(run: Run, name: str, hosts: Sequence[Host], port: int, local: int | 
     events.subscribe(lambda event: print(event, file=sys.stderr, flush=True))
     said, is_open = "", False
     following = attached(run.id, hosts, inventory=run.inventory)
-    again = f"; its port again: skyfab forward {port} --host={hosts[0].name}" if port else ""
+    again = f"; to forward its port again: skyfab forward {port} --host={hosts[0].name}" if port else ""
     continues = f"{name} continues on {', '.join(run.hosts)}{again}; to end it: skyfab stop {shlex.quote(name)}"
     with left_running(name, continues), closing(Forwards(events)) as forwards, following as found:
         while found.state in ("running", "unreachable"):

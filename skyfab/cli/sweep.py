@@ -35,20 +35,20 @@ if TYPE_CHECKING:
     from skyfab.pool.node import Node
 
 _PACE: Final = 1.0
-"""Seconds between two looks at the hosts."""
+"""Seconds between two queries of the hosts."""
 
 
 @command
 def sweep(
     target: Annotated[str, Option("the script to run, or the name or ID of a sweep to show", "FILE.py|SWEEP")],
-    *arguments: Annotated[str, Option("more words, for options of the script", "[-- ARGS ...]")],
+    *arguments: Annotated[str, Option("more arguments, for options of the script", "[-- ARGS ...]")],
     values: Annotated[Sequence[str], Option("values to try: lr=1e-3,1e-4 seed=1..5", "NAME=VALUES", plain=True)] = (),
     grid: Annotated[str | None, Option("a file with the arguments of one trial on each line", "FILE")] = None,
     gpus: Annotated[str, Option("GPUs for each trial, or a share of one, such as 0.5", "N")] = "0",
     slots: Annotated[int | None, Option("trials at a time on a host", "N", default="the inventory's slots")] = None,
     detach: Detach = False,
-    keep_going: Annotated[bool, Option("begin new trials after one has failed")] = False,
-    resume: Annotated[bool, Option("run only the trials that are not done in the last sweep of this name")] = False,
+    keep_going: Annotated[bool, Option("begin new trials even after one has failed")] = False,
+    resume: Annotated[bool, Option("run only the trials of the last sweep of this name that are not done")] = False,
     follow: Annotated[bool, Option("show a running sweep until it has ended", short="f")] = False,
     name: Annotated[str | None, Option("a name for the sweep", "NAME", default="that of the script")] = None,
     csv_: Annotated[str | None, Option("write the table to this file; - is stdout", "FILE")] = None,
@@ -58,12 +58,12 @@ def sweep(
     """Run a script once for each combination of values.
 
     Each argument NAME=VALUES lists values to try: lr=1e-3,1e-4 or seed=1..5. Each combination, such as lr=1e-3 seed=1,
-    is a trial: the script runs with these arguments, in a slot of a host, or with --gpus on GPUs of its own. Each trial
-    has its own folder on its host, sweeps/NAME-DATE/0001-lr=1e-3-seed=1 in the working folder: its current folder, with
-    log.txt and trial.json. What the script passes to skyfab.report(loss=0.3) is in the table.
+    is a trial: the script runs with these arguments in a slot of a host, or with --gpus on its own GPUs. Each trial
+    runs in its own folder on its host, sweeps/NAME-DATE/0001-lr=1e-3-seed=1 in the working folder; its log.txt and
+    trial.json are in the same folder. The table shows what the script passes to skyfab.report(loss=0.3).
 
     The sweep continues on the hosts if this program ends; skyfab sweep NAME shows the table. At a terminal, Ctrl-C asks
-    whether to stop or detach. After a failure no new trials begin, unless --keep-going is given. The same command with
+    whether to stop or detach. After a failure, no new trials begin unless --keep-going is given. The same command with
     --resume runs the trials that failed, were lost or have not begun. Exits with 1 if a trial failed, with 3 if one was
     lost with its host.
 
@@ -88,12 +88,12 @@ def sweep(
             raise UsageError(f"cannot write {path}: its folder does not exist, or is not writable")
     if not target.endswith(".py"):
         if resume or values or arguments:
-            hint = f"skyfab sweep {shlex.quote(target)} shows it; to resume: the command that began it, with --resume"
+            hint = f"skyfab sweep {shlex.quote(target)} shows it; to resume it, repeat its command with --resume"
             raise UsageError(f"not a script (.py): {target}", hint=hint)
         return _show(target, options.hosts, options.inventory, results, follow=follow)
     script, _ = parsed(target, task="sweep")
     if bare := [word for word in values if "=" not in word]:
-        hint = "write NAME=VALUES, as in lr=1e-3,1e-4; other words for the script go after --"
+        hint = "write NAME=VALUES, as in lr=1e-3,1e-4; other arguments of the script go after --"
         raise UsageError(f"no values in {bare[0]!r}", hint=hint)
     words = trials_of([*values, *arguments], grid)
     count: Any = int(gpus) if gpus.isdigit() else float(gpus) if re.fullmatch(r"0?\.\d+", gpus) else gpus
@@ -121,14 +121,14 @@ def sweep(
         known = compute.inventory
     if detach:
         if not keep_going:
-            print("after a failure no new trials begin, unless --keep-going is given", file=sys.stderr)
+            print("after a failure, no new trials begin unless --keep-going is given", file=sys.stderr)
         tell_how_to_attach(run, name, container=options.container)
         return 0
     return _show(run.id, hosts, known, results, follow=True, is_own=True)
 
 
 def _slots(nodes: Sequence[Node], gpus: float, limit: int | None) -> list[Sequence[str | None]]:
-    """The slots of each host; a slot with GPUs of its own is what CUDA_VISIBLE_DEVICES is there. Raises UsageError."""
+    """The slots of each host; a slot with its own GPUs is the value of CUDA_VISIBLE_DEVICES. Raises UsageError."""
     if not gpus:
         return [[None] * (limit or node.host.slots) for node in nodes]
     size, copies = max(1, int(gpus)), max(1, int(1 / gpus + 1e-6))
@@ -152,7 +152,7 @@ def _known(name: str, hosts: Sequence[Host], inventory: Inventory) -> dict[tuple
         if run.state == "running":
             raise UsageError(f"sweep {name} is still running", hint=f"to end it: skyfab stop {name}")
         for host in run.silent:
-            print(f"{host}: no response: its trials count as lost, unless other hosts know their end", file=sys.stderr)
+            print(f"{host}: no response; trials whose end no other host knows count as lost", file=sys.stderr)
     return found
 
 
@@ -237,20 +237,20 @@ def _report(trials: Sequence[Trial], run: Run, results: Results) -> None:
     for part in [part for part in run.parts if part.about.place and part.state == "failed"]:
         print(HINTS.adapted(f"{part.host}: its driver failed; to see why: skyfab attach {run.id[:8]}"), file=sys.stderr)
     if run.state != "running" and any(trial.state != "done" for trial in trials):
-        print("to run the trials that are not done: the same command with --resume", file=sys.stderr)
+        print("to run the trials that are not done, repeat the command with --resume", file=sys.stderr)
 
 
 def _summary(trials: Sequence[Trial], run: Run) -> str:
     from skyfab.host.phase import without_times
 
     counts = Counter(trial.state for trial in trials)
-    why = next((f"; for GPUs: {part.phase.text}" for part in run.parts if part.phase and part.state == "running"), "")
+    why = next((f"; GPU queue: {part.phase.text}" for part in run.parts if part.phase and part.state == "running"), "")
     why = without_times(clean(why, colour=False))
     return f"{counted(len(trials), 'trial')}: {', '.join(f'{count} {state}' for state, count in counts.items())}{why}"
 
 
 def _table(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows. Hosts have sent what is in them, which may be anything."""
+    """Head and rows. Their content comes from hosts, and may be anything."""
     rows = []
     for trial in trials:
         values = {name: f"{one:.5g}" if type(one) is float else str(one)[:200] for name, one in trial.values.items()}
@@ -266,7 +266,7 @@ def _table(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:
 
 
 def _with(row: Mapping[str, Any], values: Mapping[str, Any], what: str) -> dict[str, Any]:
-    """A row with more columns; those whose names it has already are named otherwise."""
+    """A row with more columns; those whose names it already has get other names."""
     return {**row, **{f"{name} ({what})" if name in row else name: value for name, value in values.items()}}
 
 
@@ -301,4 +301,4 @@ def _json(trials: Sequence[Trial]) -> str:
 
 
 Results = Sequence[tuple["str | None", Callable[[Sequence["Trial"]], str]]]
-"""Files of results, and what makes their texts."""
+"""Files of results, and the functions that make their texts."""

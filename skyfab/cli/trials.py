@@ -1,4 +1,4 @@
-"""Which trials a sweep has: all combinations of the values that were typed, or a line of a file for each."""
+"""The trials of a sweep: all combinations of the values that were typed, or one for each line of a file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from skyfab.calls.manifest import text_of
 from skyfab.errors import UsageError
 
 MOST: Final = 10_000
-"""Trials of a sweep."""
+"""Trials of a sweep, at most."""
 _NAME: Final = 100
 """Characters of a folder's name, without the number."""
 _RANGE: Final = re.compile(r"(?!\.\.$)([^/]*?)\.\.([^/]*)")  # not a path, such as ../data
@@ -48,14 +48,14 @@ def trials_of(patterns: Sequence[str], grid: str | None = None) -> list[tuple[st
 
 
 def _values(pattern: str) -> Sequence[str]:
-    """The words that a pattern stands for."""
+    """The words that a pattern expands to."""
     name, equals, text = pattern.partition("=")
     if not equals:
         return [pattern]
     found: list[str] = []
     for value in _COMMA.split(text):
         if not value:
-            raise UsageError(f"an empty value in {pattern!r}", hint="no space after a comma; or use --grid=FILE")
+            raise UsageError(f"an empty value in {pattern!r}", hint="write no space after a comma, or use --grid=FILE")
         match = _RANGE.fullmatch(value)
         found += [f"{name}={one}" for one in ([value] if match is None else _numbers(match[1], match[2]))]
     return found
@@ -65,10 +65,10 @@ def _numbers(first: str, last: str) -> list[str]:
     try:
         start, end = int(first), int(last)
     except ValueError:
-        raise UsageError(f"{first}..{last}: a range has whole numbers", hint="list the values: 0.1,0.2") from None
+        raise UsageError(f"{first}..{last}: ranges need whole numbers", hint="list the values: 0.1,0.2") from None
     if not 0 <= end - start < MOST:
-        how_many = "no trial" if end < start else f"more than {MOST:,} trials"
-        raise UsageError(f"{first}..{last} gives {how_many}", hint=f"as in 1..5: the smallest first, {MOST:,} at most")
+        how_many = "no trials" if end < start else f"more than {MOST:,} trials"
+        raise UsageError(f"{first}..{last} gives {how_many}", hint=f"smallest first, as in 1..5; {MOST:,} at most")
     width = len(first) if first.startswith("0") else 0  # 01..10
     return [f"{number:0{width}}" for number in range(start, end + 1)]
 
@@ -81,7 +81,7 @@ def _lines(path: Path) -> list[tuple[str, ...]]:
         except ValueError as error:
             raise UsageError(f"{path}: line {number}: {str(error).lower()}") from None
     if not any(found):
-        raise UsageError(f"{path} gives no trial", hint="write the arguments of a trial on each line: lr=1e-3 seed=1")
+        raise UsageError(f"{path} contains no trials", hint="each line has the arguments of a trial: lr=1e-3 seed=1")
     return [words for words in found if words]
 
 

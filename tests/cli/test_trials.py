@@ -42,11 +42,11 @@ def test_what_a_pattern_stands_for(pattern: str, values: list[str]) -> None:
         ([], "no trials"),
         (["lr="], "an empty value in 'lr='"),
         (["lr=1,,2"], "an empty value"),
-        (["seed=5..1"], r"5\.\.1 gives no trial"),
+        (["seed=5..1"], r"5\.\.1 gives no trials"),
         (["lr=0.1..0.5"], "whole numbers"),
-        (["lr=1.."], r"1\.\.: a range has whole numbers"),
+        (["lr=1.."], r"1\.\.: ranges need whole numbers"),
         (["lr=..3"], "whole numbers"),
-        (["x=a..c"], r"a\.\.c: a range has whole numbers"),
+        (["x=a..c"], r"a\.\.c: ranges need whole numbers"),
         (["seed=1..100000000000000000000"], "more than 10,000 trials"),
         (["seed=1..200", "lr=1..200"], "40,000 trials: a sweep has at most 10,000"),
         (["lr=1,1"], "the same trial twice: lr=1"),
@@ -70,7 +70,7 @@ def test_a_file_has_a_line_for_each_trial(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("# nothing\n", "gives no trial"), ("a=1\na='\n", "line 2: no closing quotation"), (None, "cannot read")],
+    [("# nothing\n", "contains no trials"), ("a=1\na='\n", "line 2: no closing quotation"), (None, "cannot read")],
 )
 def test_a_file_without_trials_is_an_error(tmp_path: Path, text: str | None, message: str) -> None:
     if text is not None:

@@ -130,7 +130,7 @@ def test_every_trial_runs_once_in_a_folder_of_its_own(project: Project, tmp_path
 def test_each_trial_has_gpus_of_its_own(project: Project) -> None:
     project.spot.leave("hold")
     project.sweep("trial.py", "seed=1..6", "--gpus=1", "--detach")
-    assert "after a failure no new trials begin, unless --keep-going is given" in project.said
+    assert "after a failure, no new trials begin unless --keep-going is given" in project.said
     until(lambda: project.begun().total() == 4, "a trial on each GPU")
     found = json.loads(project.sweep("trial", "--json=-"))
     assert [one["state"] for one in found] == ["running"] * 4 + ["waiting"] * 2
@@ -174,7 +174,7 @@ def test_a_failure_stops_new_trials_and_resume_repeats_what_is_not_done(project:
     words = ("trial.py", "--name=night", "--slots=1", "seed=6..12")
     shown = project.sweep(*words, code=1)
     assert "failed (ValueError: lost its way)" in shown
-    assert "the same command with --resume" in project.said
+    assert "repeat the command with --resume" in project.said
     assert "0002-seed=7/log.txt" in project.said
     states = project.states("night", code=1)
     assert states["7"] == "failed"
@@ -445,7 +445,7 @@ def test_a_sweep_waits_for_gpus_that_a_run_holds_and_others_do_its_trials(projec
     waits = r"waiting .* alone +1st, after \w+'s hold \(node1, 2 GPUs"
     until(lambda: re.search(waits, project.type("skyfab runs --hosts=node1")), "it waits")
     assert [one["state"] for one in json.loads(project.sweep("alone", "--json=-"))] == ["waiting"] * 2
-    assert re.search(r"2 trials: 2 waiting; for GPUs: 1st, after \w+'s hold \(node1, 2 GPUs\)", project.said)
+    assert re.search(r"2 trials: 2 waiting; GPU queue: 1st, after \w+'s hold \(node1, 2 GPUs\)", project.said)
     found = json.loads(project.sweep("used.py", "x=1..4", "--gpus=1", "--json=-"))
     assert [(one["state"], one["host"]) for one in found] == [("done", "node2")] * 4
     assert not project.spot.notes("used.0").keys() - {"node2"}

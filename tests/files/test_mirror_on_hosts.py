@@ -267,7 +267,7 @@ def test_what_is_new_of_a_detached_run_comes_with_the_next_contact(here: Path, t
     words = ("--hosts=node1", "--detach", "--mirror=ckpt:results", "--name=mirrored", "writes.py")
     done = skyfab(here, "run", *words, inventory=listed)
     assert done.returncode == 0, done.stderr
-    assert "fetch what is new in ckpt:results" in done.stderr
+    assert "fetch new files in ckpt:results" in done.stderr
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     run = done.stdout.strip()

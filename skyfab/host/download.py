@@ -1,6 +1,6 @@
 """Downloads over HTTP into the store, on a host or on the user's machine: resumed after interruptions, and checked.
 
-A download is written to a draft that is named after the content: a later one, of any program, continues it.
+A download is written to a draft that is named after the content, so a later download of any program continues it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     from typing import IO, Any, Final
 
 UNREACHED, REFUSED, DAMAGED = "unreached", "refused", "damaged"
-"""Why a download ends: the server does not respond, responds with an error, or sends something else."""
+"""Why a download ends: the server does not respond, responds with an error, or sends other content."""
 _PIECE: Final = 1 << 20
 _PROBE: Final = 5.0
 """Seconds for a server to respond, the first time."""
 _SILENCE: Final = 30.0
-"""Seconds without a byte after which a connection has ended."""
+"""Seconds without a byte after which a connection counts as broken."""
 _TRIES: Final = 5
-"""Connections that bring nothing, one after another, after which a download ends."""
+"""Consecutive connections without progress after which a download ends."""
 _BUSY: Final = (408, 425, 429, 500, 502, 503, 504)
-"""Statuses of a server that may respond properly a moment later."""
+"""HTTP statuses after which a retry may succeed."""
 _FAILURES: Final = (OSError, http.client.HTTPException)
-"""Of a connection."""
+"""The errors of a connection."""
 
 
 class Downloads(HubCache):
@@ -49,9 +49,9 @@ class Downloads(HubCache):
         self._is_closed = False
 
     def page(self, url: str, token: str, most: int) -> tuple[int, str, int, bytes]:
-        """What a server has there: status, cause of an error, size, and its content, if that is wanted.
+        """The response of a server: status, cause of an error, size of the content, and up to `most` bytes of it.
 
-        The status is 0 if it cannot be reached, and the size -1 if it is unknown. `most` is in bytes.
+        The status is 0 if the server cannot be reached, and the size -1 if it is unknown.
         """
         try:
             with _opened(url, token, "" if most else "0-0", timeout=_PROBE) as response:
@@ -65,14 +65,14 @@ class Downloads(HubCache):
             return 0, _why(error), -1, b""
 
     def begin(self, url: str, tag: str, size: int, token: str) -> None:
-        """Starts to download what the hub names so."""
+        """Starts to download the content that the hub names `tag`."""
         self._done, self._result, self._error = 0, ("", "", ""), None
         threading.Thread(target=self._run, args=(url, tag, size, token), daemon=True).start()
 
     def look(self, seconds: float) -> tuple[int, str, str, str]:
-        """How many bytes have come, its name in the store once it is there, why it has ended, and details.
+        """How many bytes have arrived, the name in the store once it is complete, why it has ended, and details.
 
-        Waits for its end, or for a while. Raises the error of a disk.
+        Waits for its end, or for some time. Raises errors of the disk.
         """
         with self._changed:
             self._changed.wait_for(lambda: any(self._result) or self._error is not None, seconds)
@@ -81,7 +81,7 @@ class Downloads(HubCache):
             return (self._done, *self._result)
 
     def close(self) -> None:
-        """Ends the download; what has come stays."""
+        """Ends the download; what has arrived is kept."""
         self._is_closed = True
 
     def _run(self, url: str, tag: str, size: int, token: str) -> None:
@@ -108,13 +108,13 @@ class Downloads(HubCache):
                     os.replace(file.name, os.path.join(self.store, name))
                     return name
                 file.truncate(0)
-                if not had:  # else what an earlier download has left may be damaged
+                if not had:  # else the part of an earlier download may be damaged
                     break
             raise _Ended(DAMAGED, f"expected {tag}")
 
     @contextlib.contextmanager
     def _draft(self, tag: str) -> Iterator[IO[bytes] | None]:
-        """The draft, which no other process writes to meanwhile; None if the store has the content by now."""
+        """The draft, locked against other processes; None if the store already has the content."""
         os.makedirs(self.store, mode=0o700, exist_ok=True)
         path = os.path.join(self.store, f".{tag[:16]}-{tag[16:]}")
         while not os.path.exists(os.path.join(self.store, tag)):
@@ -126,7 +126,7 @@ class Downloads(HubCache):
         yield None
 
     def _receive(self, file: IO[bytes], url: str, tag: str, size: int, token: str) -> str:
-        """Continues a draft until it has its size. Returns its sha256; an empty string if it is damaged."""
+        """Continues a draft until it is complete. Returns its sha256; an empty string if it is damaged."""
         found, self._done = ContentHash(size), 0
         file.seek(0)
         while piece := file.read(_PIECE):
@@ -137,7 +137,7 @@ class Downloads(HubCache):
             before, why = self._done, ""
             try:
                 with _opened(url, token, f"{self._done}-" if self._done else "") as response:
-                    if self._done and response.status != 206:  # the server begins again
+                    if self._done and response.status != 206:  # the server sends all of it
                         file.truncate(0)
                         found, self._done, before = ContentHash(size), 0, -1
                     while self._done < size and (piece := self._read(response, size - self._done)):
@@ -148,7 +148,7 @@ class Downloads(HubCache):
                 why = str(broken)
             tries = 0 if self._done > before else tries + 1
             if tries == _TRIES:
-                raise _Ended(UNREACHED, why or f"it sent {self._done:,} of {size:,} bytes")
+                raise _Ended(UNREACHED, why or f"the server sent only {self._done:,} of {size:,} bytes")
             if tries:
                 time.sleep(2**tries / 8)
         return found.name(tag)
@@ -158,7 +158,7 @@ class Downloads(HubCache):
             raise _Ended(UNREACHED, "interrupted")
         try:
             data: bytes = response.read(min(most, _PIECE))
-        except _FAILURES as error:  # not one of the disk
+        except _FAILURES as error:  # but not those of the disk
             raise _Broken(_why(error)) from None
         return data
 
@@ -170,12 +170,12 @@ class _Ended(Exception):
 
 
 class _Broken(Exception):
-    """A connection that may work later."""
+    """The connection failed; a retry may succeed."""
 
 
 @contextlib.contextmanager
 def _opened(url: str, token: str, part: str, timeout: float = 0.0) -> Iterator[Any]:
-    """A response with some bytes of what is there, or all. With a timeout its errors are raised as they are."""
+    """A response with all of the content, or a part of it. With a timeout, raises errors unchanged."""
     headers = {"User-Agent": "skyfab", "Accept-Encoding": "identity"}
     headers |= {"Authorization": f"Bearer {token}"} if token else {}
     headers |= {"Range": f"bytes={part}"} if part else {}
@@ -205,7 +205,7 @@ class _Redirects(urllib.request.HTTPRedirectHandler):
 
 
 def _why(error: Exception) -> str:
-    """Without the URL of a redirect, which may have a signature."""
+    """The cause of an error, without the URL of a redirect, which may contain a signature."""
     if isinstance(error, urllib.error.HTTPError):
         return f"HTTP {error.code}"
     reason = getattr(error, "reason", None) or error

@@ -1,4 +1,4 @@
-"""A host's part in a relay of files: the target of its transfer writes them, and they are read to be passed on."""
+"""A host's part in a relay of files: the target of its transfer writes them, and it reads them to pass them on."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ class FileRelay(HostRelay):
         self._drafts: dict[int, int] = {}
         """Descriptors of large files that are incomplete, by the number of the item."""
         self._skipped: set[int] = set()
-        """Items that do not come: their files have changed where they were read."""
+        """Items that are not sent because their files have changed on the client."""
         self._lock = threading.Lock()
         self.lacks = [(item, self._resume(item)) for item in range(len(items))]
-        """Numbers of items, each with how much of it is there."""
+        """Numbers of items, each with how much of it is already there."""
         there = dict(self.lacks)
         self._missing = [number for number, (item, start, _) in enumerate(self._chunks) if start >= there[item]]
 
     def _resume(self, item: int) -> int:
-        """How much an earlier transfer has left of an item: whole chunks that are right, except for the last one."""
+        """How much an earlier transfer left of an item: whole undamaged chunks, except for the last one."""
         if self._is_pack(item) or not self._target.begun(self._items[item][0][0]):
             return 0
         size, there = self._open(item), 0
@@ -69,7 +69,7 @@ class FileRelay(HostRelay):
         files = self._items[item]
         return len(files) > 1 or files[0][1] <= SMALL
 
-    # ---- as every relay
+    # ---- the methods of every relay
 
     def _area(self, number: int) -> memoryview:
         _, start, end = self._chunks[number]
@@ -106,7 +106,7 @@ class FileRelay(HostRelay):
         return memoryview(self._read(self._items[item][0][0], start, end - start))
 
     def _read(self, file: int, start: int, size: int) -> bytes:
-        """A part of a file that is complete. If a program has written to it since, the next host sees that."""
+        """A part of a complete file. If a program has written to it since, the next host notices that."""
         fd = os.open(self._target.place(file), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             return os.pread(fd, size, start)

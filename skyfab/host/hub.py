@@ -1,7 +1,7 @@
 """The cache of the Hugging Face hub in a host's cache folder: ``hub``, in the layout of its own library.
 
-A file's content is a hard link to that in the store (agent/store.py), so that it is on the disk once, hosts can pass it
-on to each other, and each of both can be cleaned without the other.
+A file is a hard link to its content in the store (agent/store.py): the content is on the disk once, hosts can pass it
+on to each other, and each of the two can be cleaned without the other.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _PIECE: Final = 1 << 20
 
 
 def variables(cache: str, given: Mapping[str, str]) -> dict[str, str]:
-    """What has the hub's library find this cache; nothing if there is none, or if the user has chosen another one."""
+    """The variables by which the hub's library finds this cache; none without a cache, or if the user chose another."""
     folder = os.path.join(cache, "hub")
     is_chosen = any(name in given for name in ("HF_HUB_CACHE", "HF_HOME", "HUGGINGFACE_HUB_CACHE"))
     return {} if is_chosen or not os.path.isdir(folder) else {"HF_HUB_CACHE": folder}
@@ -33,9 +33,9 @@ class HubCache:
         self.store = os.path.join(self._cache, "blobs")
 
     def find(self, repository: str, files: Sequence[tuple[str, int]]) -> tuple[list[str], int]:
-        """For each content, by the hub's name for it and its size: its name in the store, or an empty string.
+        """The name in the store of each content, or an empty string. `files` are the hub's names and sizes.
 
-        Also returns how many bytes are free. What the repository has and the store lacks is linked there.
+        Also returns how many bytes are free. Links to the store what the repository has and the store lacks.
         """
         os.makedirs(self.store, mode=0o700, exist_ok=True)
         found = [
@@ -52,7 +52,7 @@ class HubCache:
                 _replace(self._stored(name), functools.partial(_link, blob))
         if not name or not _has(self._stored(name), size):
             return ""
-        with contextlib.suppress(OSError):  # another user's, if hosts share the cache
+        with contextlib.suppress(OSError):  # another user's file, if hosts share the cache
             os.utime(self._stored(name))
         return name
 
@@ -78,7 +78,7 @@ class HubCache:
         return folder
 
     def place(self, name: str, path: str) -> str:
-        """Gives content of the store a path below ``fetched``, and returns that."""
+        """Links content of the store to a path below ``fetched``, and returns that path."""
         target = os.path.join(self._cache, "fetched", path)
         os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)
         self._give(name, name, target, path)
@@ -89,7 +89,7 @@ class HubCache:
         if os.path.exists(target) and os.path.samefile(source, target):
             return
         if not is_sha256(tag) and named(source, tag) != name:  # another host may have lied about its sha256
-            raise OSError(0, f"{path} is not what the hub has: git's hash of it is not {tag}")
+            raise OSError(0, f"{path} does not match the hub: its git hash is not {tag}")
         try:
             _replace(target, functools.partial(os.link, os.path.realpath(source)))
         except OSError:  # a file system without hard links, or another disk
@@ -100,12 +100,12 @@ class HubCache:
 
 
 def is_sha256(tag: str) -> bool:
-    """Whether the hub names a content by its sha256, and not by the hash that git has for small files."""
+    """Whether the hub names a content by its sha256, not by git's hash as for small files."""
     return len(tag) == 64
 
 
 class ContentHash:
-    """Both hashes of a content: its sha256, and that of git, which begins with the size."""
+    """Both hashes of a content: its sha256, and git's, which covers the size first."""
 
     def __init__(self, size: int) -> None:
         import hashlib  # imported late: OpenSSL is slow to load
@@ -118,13 +118,13 @@ class ContentHash:
         self._git.update(data)
 
     def name(self, tag: str) -> str:
-        """Its sha256, if it is what the hub names so; else an empty string."""
+        """The sha256 if the hub names this content `tag`; else an empty string."""
         name = self._sha256.hexdigest()
         return name if tag in (name, self._git.hexdigest()) else ""
 
 
 def named(path: str, tag: str) -> str:
-    """The sha256 of a file, if it is what the hub names so; else an empty string."""
+    """The sha256 of a file if the hub names its content `tag`; else an empty string."""
     found = ContentHash(os.path.getsize(path))
     with open(path, "rb") as file:
         while piece := file.read(_PIECE):
@@ -149,11 +149,11 @@ def _write(text: str, path: str) -> None:
 
 
 def _replace(path: str, make: Callable[[str], object]) -> None:
-    """Has `make` create a draft, and gives it the path: others see what was there before, or all of the new."""
+    """Has `make` create a draft, and renames it to the path: others see the old file or the complete new one."""
     draft = os.path.join(os.path.dirname(path), f".{os.urandom(8).hex()}-")
     try:
         make(draft)
         os.replace(draft, path)
     finally:
-        with contextlib.suppress(FileNotFoundError):  # of two links to the same content, none is replaced
+        with contextlib.suppress(FileNotFoundError):  # a rename between two links to one file does nothing
             os.unlink(draft)

@@ -42,7 +42,7 @@ _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 3, "TCP_USE
 
 
 class ChannelLost(ConnectionError):
-    """The other end has gone, or has sent something other than messages."""
+    """The other end is gone, or has sent something other than messages."""
 
 
 class _Lines:
@@ -111,7 +111,7 @@ class Head:
     ) -> None:
         """Accepts ranks, on threads, one for each: `handle` may wait without delaying the requests of other ranks.
 
-        `handle` returns the reply to a rank's request. `gone` is called when a rank has gone, but not after `close`.
+        `handle` returns the reply to a rank's request. `gone` is called when a rank is gone, but not after `close`.
         """
         self._listener = listener
         self._secret = secret
@@ -129,7 +129,7 @@ class Head:
         return set(self._ranks)
 
     def push(self, message: Message, rank: int | None = None) -> None:
-        """Sends a message to a rank, or to all. Does nothing for one that has gone: `gone` reports it."""
+        """Sends a message to a rank, or to all. Does nothing for one that is gone: `gone` reports it."""
         for one in sorted(self.ranks, reverse=True) if rank is None else [rank]:  # rank 0 may close when it has it
             with contextlib.suppress(KeyError, OSError):
                 self._ranks[one].send(message)
@@ -175,7 +175,7 @@ class Head:
             while True:
                 lines.send({"reply": self._handle(rank, lines.read())})
         except OSError:
-            pass  # not a rank, or it has gone
+            pass  # not a rank, or it is gone
         finally:
             with self._lock:
                 self._unproven = [one for one in self._unproven if one is not peer]
@@ -250,7 +250,7 @@ def _taken(messages: queue.SimpleQueue[Message | None], timeout: float | None = 
     message = messages.get(timeout=timeout)
     if message is None:
         messages.put(None)  # for the next one who asks
-        raise ChannelLost("rank 0 has gone")
+        raise ChannelLost("rank 0 is gone")
     return message
 
 

@@ -1,7 +1,7 @@
 """The worker of a relay on one host: takes chunks from a neighbor or the client, and passes them on while they arrive.
 
-Items are divided into chunks, which come in the order of their numbers and are checked by their hashes. So what a host
-has is one number: that of the first chunk that it lacks.
+Items are divided into chunks, which arrive in the order of their numbers and are checked by their hashes. So one number
+describes what a host has: that of the first chunk that it lacks.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ if TYPE_CHECKING:
     from skyfab.protocol.frames import Buffer
 
 DAMAGED, BROKEN, ENDED = "damaged", "broken", "ended"
-"""Why a host gets no more chunks: the last one does not have its hash; the connection has ended; the relay has."""
+"""Why a host gets no more chunks: the last one was damaged, the connection has ended, or the relay has ended."""
 HASH: Final = 32
 """Bytes of a chunk's hash."""
 _MIB: Final = 1 << 20
 _NEAR: Final = 3.0
-"""Seconds for a connection to another host. A transfer waits for it, although this host may reach no other one."""
+"""Seconds for a connection to another host. Short, because a transfer waits for it even if no host can be reached."""
 _AHEAD: Final = 3
-"""Chunks that are asked for at a time, so that none waits for a message to its sender."""
+"""Chunks that are requested ahead, so that the sender never waits for a request."""
 
 
 def step_of(size: int) -> int:
@@ -41,9 +41,9 @@ def step_of(size: int) -> int:
 
 
 def chunks_of(sizes: Sequence[int], step: int = 0) -> list[tuple[int, int, int]]:
-    """The chunks of items that have these sizes: the item's number, and where the chunk begins and ends in it.
+    """The chunks of items of these sizes: the item's number, and where the chunk begins and ends in it.
 
-    The last one of an item is smaller.
+    The last chunk of an item may be smaller.
     """
     step = step or step_of(sum(sizes))
     return [(item, start, min(start + step, size)) for item, size in enumerate(sizes) for start in range(0, size, step)]
@@ -62,7 +62,7 @@ def measure(names: Sequence[str]) -> tuple[list[int], str]:
 
 
 class HostRelay:
-    """What one host has of a relay, where it takes the rest from, and the hosts that take it from here."""
+    """One host of a relay: what it has, its source for the rest, and the hosts that take chunks from it."""
 
     def __init__(self, chunks: Sequence[tuple[int, int, int]], hashes: bytes, keys: tuple[str, str]) -> None:
         """`keys` are the certificate and key of channels."""
@@ -75,20 +75,20 @@ class HostRelay:
         self._error: OSError | None = None
         self._missing: Sequence[int] = ()
         self._count = 0
-        """How many of the missing ones have come."""
+        """How many of the missing ones have arrived."""
         atexit.register(self.close)
 
-    # ---- what items are
+    # ---- items
 
     def _area(self, number: int) -> memoryview:
         """Memory to receive a chunk into."""
         raise NotImplementedError
 
     def _keep(self, number: int, chunk: memoryview) -> None:
-        """A chunk has come, and is right. Raises OSError."""
+        """Stores a chunk that has arrived undamaged. Raises OSError."""
 
     def _content(self, number: int) -> memoryview | str:
-        """A chunk that has come, or why it is not there."""
+        """A chunk that has arrived, or why it is missing."""
         raise NotImplementedError
 
     def _skip(self, number: int) -> None:
@@ -103,7 +103,7 @@ class HostRelay:
     # ---- receiving
 
     def connect(self, peer: str, endpoints: Sequence[tuple[str, int]]) -> bool:
-        """From now on, takes chunks from another host. Returns False if it cannot be reached."""
+        """Takes chunks from another host from now on. Returns False if it cannot be reached."""
         self._leave_source()
         channel = Channel(peer, *self._keys)
         if not channel.connect(endpoints, _NEAR):
@@ -139,7 +139,7 @@ class HostRelay:
         channel.close()
 
     def _check(self, number: int, chunk: memoryview) -> bool:
-        """Accepts a chunk that has come, if it has its hash."""
+        """Accepts a chunk if it matches its hash."""
         if not self._is_right(number, chunk):
             self._stop(DAMAGED)
             return False
@@ -166,7 +166,7 @@ class HostRelay:
             self._changed.notify_all()
 
     def chunk(self, number: int, data: memoryview) -> tuple[int, str, int]:
-        """Takes a chunk from the client, if it is the next one. Without data, the client does not have it."""
+        """Takes a chunk from the client if it is the next one. Without data, the client does not have it."""
         self._leave_source()
         if number == self._at and not data:
             self._skip(number)
@@ -177,7 +177,7 @@ class HostRelay:
     def look(self, seconds: float) -> tuple[int, str, int]:
         """The first chunk that it lacks, why it gets no more, and how many bytes its source has sent.
 
-        Waits until it has all chunks or gets no more, or for a while. Raises OSError if it could not write one.
+        Waits until it has all chunks or gets no more, or for some time. Raises OSError if it could not write one.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._problem or self._at == len(self._chunks), seconds)
@@ -188,7 +188,7 @@ class HostRelay:
     # ---- sending
 
     def listen(self, peer: str, addresses: Sequence[str]) -> list[int]:
-        """Waits for a host that takes chunks from here. Returns the ports at these addresses; 0 where there is none."""
+        """Listens for a host that takes chunks from here. Returns the port at each address; 0 where there is none."""
         channel = Channel(peer, *self._keys)
         ports = channel.listen(addresses)
         channel.serve(self._next)
@@ -205,12 +205,12 @@ class HostRelay:
         return self._content(number)
 
     def close(self) -> None:
-        """Ends all that wait."""
+        """Ends everything that waits."""
         self._stop(ENDED)
 
 
 class StoreRelay(HostRelay):
-    """Items are content of the host's store, named by its sha256. Those that come are written into drafts."""
+    """Items are content of the host's store, named by its sha256. New ones are written into drafts."""
 
     def __init__(self, items: Sequence[tuple[str, int]], hashes: bytes, keep: bool, keys: tuple[str, str]) -> None:
         """`items` are names and sizes. Those that the store lacks get drafts of their full size. Raises OSError.
@@ -223,7 +223,7 @@ class StoreRelay(HostRelay):
         self.drafts: dict[int, str] = {}
         """Paths of drafts for the items that the store lacks, by the number of the item."""
         self._fds: dict[int, int] = {}
-        """Their descriptors. They are not written through memory, which would take a page fault for each 4 KiB."""
+        """Their descriptors. A memory map would cost a page fault for each 4 KiB written."""
         self._contents: list[memoryview] = []
         for number, (name, size) in enumerate(items):
             found = _found(name, size)
@@ -233,7 +233,7 @@ class StoreRelay(HostRelay):
 
     @property
     def lacks(self) -> list[tuple[int, int]]:
-        """Numbers of items, each with how much of it is there."""
+        """Numbers of items, each with how much of it is already there."""
         return [(item, 0) for item in sorted(self.drafts)]
 
     def _draft(self, number: int, name: str, size: int) -> memoryview:
@@ -241,7 +241,7 @@ class StoreRelay(HostRelay):
         fd, self.drafts[number] = tempfile.mkstemp(prefix=f".{name[:16]}-", dir=self._folder)
         self._fds[number] = fd
         try:
-            if hasattr(os, "posix_fallocate") and size:  # a full disk is found now, not in the middle
+            if hasattr(os, "posix_fallocate") and size:  # a full disk fails now, not in the middle
                 os.posix_fallocate(fd, 0, size)
             os.truncate(fd, size)
             return map_file(fd, size)
@@ -263,14 +263,14 @@ class StoreRelay(HostRelay):
         return self._contents[item][start:end]
 
     def commit(self, verify: bool) -> None:
-        """All drafts are complete: makes them items of the store. With `verify`, hashes them once more as a whole."""
+        """Moves the complete drafts into the store. With `verify`, hashes each once more as a whole."""
         for number, draft in list(self.drafts.items()):
             content, target = self._contents[number], os.path.join(self._folder, self._names[number])
             if verify and name_of(content) != self._names[number]:
                 raise OSError(0, f"blob {self._names[number]} arrived damaged")
             try:
                 os.replace(draft, target)
-            except FileNotFoundError:  # the store was cleaned meanwhile: the memory still has it
+            except FileNotFoundError:  # the store was cleaned meanwhile: memory still has it
                 os.makedirs(self._folder, mode=0o700, exist_ok=True)
                 with open(draft, "xb") as file:
                     file.write(content)
@@ -289,7 +289,7 @@ class StoreRelay(HostRelay):
 
 
 def _found(name: str, size: int) -> memoryview | None:
-    """An item that the store has, which is then used now."""
+    """An item that the store has, marked as used now."""
     for store in own_stores():
         with contextlib.suppress(OSError):
             os.utime(os.path.join(store, name))

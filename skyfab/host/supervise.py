@@ -1,6 +1,6 @@
 """Runs a program on all ranks together: on GPUs that nobody else uses, as a server that is restarted, or both.
 
-Rank 0 decides, over the rank channel, when the ranks take GPUs, start, stop and fail; all ranks report what happens.
+Rank 0 decides, over the rank channel, when the ranks take GPUs, start, stop and fail; all ranks report events to it.
 
 The first rank of each host, its *leader*, takes the host's GPUs (skyfab.host.gpu_locks) when rank 0 asks it to. Rank 0
 asks one leader after the other, in the order of the hosts' names, which is the same for all users: so two gangs that
@@ -44,7 +44,7 @@ from skyfab.calls.script import perform
 perform(*json.loads(os.environ.pop("{PERFORM}")))
 """
 _TICK: Final = 0.5
-"""Seconds from one look at the program and at the queue to the next."""
+"""Seconds between checks of the program and of the queue."""
 _JOIN: Final = 60.0
 """Seconds for all ranks to connect."""
 _GRACE: Final = 10.0
@@ -70,7 +70,7 @@ def supervise(words: Sequence[str], folder: str | None, settings: Message) -> in
     """
     info = context.instance_info()
     secret = bytes.fromhex(settings["secret"])
-    with contextlib.ExitStack() as failed:  # what to do unless the program has ended by itself
+    with contextlib.ExitStack() as failed:  # what to do unless the program ends by itself
         failed.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
         if info.is_head:
             coordinator = _Coordinator(settings)
@@ -89,7 +89,7 @@ def supervise(words: Sequence[str], folder: str | None, settings: Message) -> in
                 raise HostLost(f"while it waited for GPUs: {error}", rank=info.rank) from None
             rank.stop(_GRACE)
             time.sleep(_SETTLE)
-            raise WorkerDied("rank 0 has gone: its process has ended, or its host is lost", rank=info.rank) from None
+            raise WorkerDied("rank 0 is gone: its process has ended, or its host is lost", rank=info.rank) from None
         failed.pop_all()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if code:
@@ -114,7 +114,7 @@ class _Rank:
         self._said = ""
         self._program: command.Program | None = None
         self._code: int | None = None
-        """That of the program, once it was reported."""
+        """The exit code of the program, once it was reported."""
         self._is_ending = self._is_stopped = self._is_done = False
         prctl(SUBREAPER, 1)  # what a program leaves running when it is stopped becomes our child
         # The agent sends SIGTERM to the whole process group: this process must not end before the program does.
@@ -150,7 +150,7 @@ class _Rank:
         return self._code
 
     def _hear_the_rest(self, channel: Channel) -> None:
-        """Rank 0 has gone, possibly after it has sent the reason to this rank, which raises it."""
+        """Rank 0 is gone. If it has sent the reason to this rank, raises it."""
         with contextlib.suppress(ChannelLost):
             while message := channel.pushed(0):
                 if message["op"] == "fail":
@@ -199,7 +199,7 @@ class _Rank:
             if self._claim is None:
                 self._claim = Claim(len(gpus), gpus, self._settings["run"], low=self._gpus["low"])
                 if not self._claim.join(message["taken"]["hold"]):
-                    raise WorkerDied("the first rank of this host has gone, which held its GPUs")
+                    raise WorkerDied("the first rank of this host, which held its GPUs, is gone")
             env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         if self._settings["script"] is not None:
             env[PERFORM] = self._settings["script"]
@@ -221,7 +221,7 @@ class _Rank:
         raise kind(message["text"], rank=rank, hint=message["hint"])
 
     def stop(self, grace: float, *, is_over: bool = True) -> None:
-        """Ends the program and all that it has started, after SIGTERM and a grace. If it `is_over`, releases GPUs."""
+        """Ends the program and all that it started: SIGTERM, SIGKILL after `grace`. If `is_over`, releases GPUs."""
         self._is_ending = True
         program, self._program = self._program, None
         if program is not None:
@@ -235,7 +235,7 @@ class _Rank:
 
 
 class _Coordinator:
-    """Rank 0's part, on a thread of its own: also after its own program has ended."""
+    """Rank 0's part, on its own thread, which continues after rank 0's program has ended."""
 
     _head: Head
 
@@ -245,7 +245,7 @@ class _Coordinator:
         self._claims = settings["gpus"] is not None
         self._ranks: dict[int, Message] = {}
         self._taken: dict[int, Message] = {}
-        """The GPUs, by node, as its leader has reported them."""
+        """The GPUs of each node, as its leader has reported them."""
         self._running: set[int] = set()
         self._used = 0
         """Restarts that count."""
@@ -270,15 +270,15 @@ class _Coordinator:
             head.push({"op": "fail", "kind": type(error).__name__, "text": text, **about})
 
     def _next(self, timeout: float | None = None) -> tuple[int, Message]:
-        """What a rank reports next. Raises queue.Empty; HostUnfit, WorkerDied or HostLost if a rank is missing."""
+        """The next report of a rank. Raises queue.Empty; HostUnfit, WorkerDied or HostLost if a rank is missing."""
         rank, message = self.events.get(timeout=timeout)
         if message["op"] == "unfit":
             raise HostUnfit(message["text"], rank=rank, hint=message["hint"])
         if message["op"] == "gone" and self._server is not None:
             time.sleep(_SETTLE)
-            raise WorkerDied(f"rank {rank} has gone: its process has ended, or its host is lost")
+            raise WorkerDied(f"rank {rank} is gone: its process has ended, or its host is lost")
         if message["op"] == "gone" and not self._running:
-            raise HostLost(f"while it waited for GPUs: rank {rank} has gone")
+            raise HostLost(f"while it waited for GPUs: rank {rank} is gone")
         return rank, message
 
     def _gather(self) -> None:
@@ -312,7 +312,7 @@ class _Coordinator:
                     self._say_waiting(message["reason"])
             self._taken[self._ranks[leader]["node"]] = message
             if message["warning"]:
-                text = f"{message['warning']}: programs that use GPUs without skyfab are not seen"
+                text = f"{message['warning']}: programs that use GPUs without skyfab are not detected"
                 print(f"{self._ranks[leader]['host'][0]}: {text}", file=sys.stderr, flush=True)
         self._enter_starting()
         return True
@@ -389,7 +389,7 @@ class _Readiness:
         return self._since is not None and time.monotonic() > self._since + _STABLE
 
     def look(self) -> str:
-        """Returns why it must be restarted, if it was not ready in time."""
+        """Returns why it must be restarted; empty unless it was not ready in time."""
         if self._since is not None:
             return ""
         if self._is_ready():

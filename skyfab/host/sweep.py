@@ -1,8 +1,8 @@
-"""A sweep on its hosts: rank 0 holds the list of trials; a driver on each host runs them, each as a process of its own.
+"""A sweep on its hosts: rank 0 holds the list of trials; a driver on each host runs them, each as a separate process.
 
-Every driver notes in ``trials.RANK`` in the folder of the run what happens to trials: a line of JSON for each step, and
-first one for each trial. Rank 0 also notes which trial it gives to whom, before it does. So no trial begins twice, and
-whatever is lost, it is known what has begun. A rank whose connection breaks comes back, and says which trials it has.
+Every driver records in ``trials.RANK`` in the folder of the run what happens to trials: first a line of JSON for each
+trial, then one for each step. Rank 0 also records which rank gets a trial before it assigns it. So no trial begins
+twice, and it is known which have begun, whatever is lost. A rank reconnects if needed, and reports its trials.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ if TYPE_CHECKING:
     """As `detached/sweep.py` reads it."""
 
 _RETURN = 40.0
-"""Seconds in which a rank must be back: more than it takes to notice that a connection is broken."""
+"""Seconds for a rank to reconnect: more than it takes to notice that a connection is broken."""
 _LOOK = 5.0
-"""Seconds between looks at what running trials have reported."""
+"""Seconds between reads of the reports of running trials."""
 _OF_A_GANG = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "NODE_RANK", "GROUP_", "ROLE_", "TORCHELASTIC_")
-"""Beginnings of the names of variables that a trial must not have: it is not a rank."""
+"""Prefixes of variables that a trial must not have, because it is not a rank."""
 
 _LIMITED = """
 import runpy, sys
@@ -46,11 +46,11 @@ limit_memory(sys.argv[1])
 del sys.argv[:2]
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""Runs a script with a limit of its GPU memory."""
+"""Runs a script with a limit on its GPU memory."""
 
 
 class TrialList:
-    """Rank 0's list: which trials wait, and which rank has which."""
+    """Rank 0's list: which trials are waiting, and which rank has which."""
 
     def __init__(
         self, waiting: Sequence[int], slots: Sequence[Any], note: Callable[[Trial], None], *, keep_going: bool
@@ -63,17 +63,17 @@ class TrialList:
         self.expected = {rank for rank, found in enumerate(slots) if found}
         """Ranks that may ask again."""
         self.states: list[str] = []
-        """Those of trials that have ended."""
+        """The states of trials that have ended."""
 
     def handle(self, rank: int, message: dict[str, Any]) -> dict[str, Any]:
-        """A rank reports a trial that has `ended`, if any, says which it has, and asks for more: 0 if it `waits`."""
+        """A rank reports a trial that has `ended`, if any, and those that it has, and gets one: 0 if it `waits`."""
         with self._lock:
             held, ended = self._held[rank], message["ended"]
-            if ended is not None and ended["trial"] in held:  # else the reply has not arrived, and it says so again
+            if ended is not None and ended["trial"] in held:  # else the reply was lost, and it reports again
                 held.remove(ended["trial"])
                 self.states.append(ended["state"])
                 self._note(ended)
-            missed = sorted(held.difference(message["has"]), reverse=True)  # given in replies that have not arrived
+            missed = sorted(held.difference(message["has"]), reverse=True)  # assigned in replies that were lost
             held.difference_update(missed)
             self._waiting += missed
             if not self._waiting or ("failed" in self.states and not self._keep_going):
@@ -129,9 +129,9 @@ def sweep(plan: dict[str, Any]) -> None:
 
 
 class SlotGpus:
-    """GPUs for one trial at a time, or one GPU for several that share it. Before the next trial, others come first."""
+    """GPUs for one trial at a time, or one GPU for several that share it. Other users come before the next trial."""
 
-    _lock = threading.Lock()  # for all: a claim must not look at files while another one of this process makes its own
+    _lock = threading.Lock()  # shared: no claim reads files while another one of this process creates its own
 
     def __init__(self, numbers: str, run: str) -> None:
         self.numbers = numbers
@@ -140,7 +140,7 @@ class SlotGpus:
         self._trials = 0
 
     def try_take(self) -> str:
-        """Takes them for one more trial; else returns why not."""
+        """Takes the GPUs for one more trial; else returns why not."""
         with self._lock, contextlib.suppress(OSError):  # a full disk: it waits
             if any(one.kind == "ticket" and not one.low and one.overlaps(self._claim.gpus) for one in look()):
                 if self._trials:
@@ -156,7 +156,7 @@ class SlotGpus:
         return self._claim.fds
 
     def give_back(self, trials: int, *, is_over: bool) -> None:
-        """After some trials, or none; if all are over, nothing is held and it leaves the queue."""
+        """Gives them back after some trials, or none. If all are over, releases them and leaves the queue."""
         with self._lock:
             self._trials -= trials
             if is_over and not self._trials:
@@ -171,7 +171,7 @@ class Driver:
         self._note = note
         self._info = context.instance_info()
         self._running: dict[int, Trial] = {}
-        self._groups: set[int] = set()  # one for each trial: what it does to its process group must not reach others
+        self._groups: set[int] = set()  # one for each trial, so that its signals do not reach others
         self._lock = threading.Lock()
         self._channel: Channel | None = None
         self.stopped = threading.Event()
@@ -206,7 +206,7 @@ class Driver:
                 os.killpg(group, signal.SIGTERM)
 
     def _next(self, ended: Trial | None, waits: str) -> Trial | None:
-        """Reports the end of a trial, and asks for the next; None without more or rank 0, empty if the slot `waits`."""
+        """Reports the end of a trial, and requests the next: None without more or rank 0, empty if the slot `waits`."""
         with self._lock:
             if ended is not None:
                 del self._running[ended["trial"]]
@@ -243,7 +243,7 @@ class Driver:
                 gpus.give_back(0 if waits else 1, is_over=trial is None)
 
     def _run(self, trial: Trial, gpus: SlotGpus | None) -> Trial | None:
-        """Runs a trial in its folder. Returns it with its end; None if all of the run was stopped."""
+        """Runs a trial in its folder. Returns it with its result; None if the whole run was stopped."""
         self._note(trial)
         folder, began, error = os.path.abspath(trial["folder"]), time.monotonic(), ""
         name = self._plan["script"]
@@ -261,10 +261,10 @@ class Driver:
                 options: Any = {"stdout": log, "stderr": log, "pass_fds": gpus.fds if gpus else ()}
                 program = start(words, env=env, cwd=folder, start_new_session=True, **options)
             self._groups.add(program.pid)
-            if sys.platform == "linux":  # until it is reaped, no other process or group can have its number
+            if sys.platform == "linux":  # until it is reaped, its number is not reused
                 os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
                 with contextlib.suppress(OSError):
-                    os.killpg(program.pid, signal.SIGKILL)  # what it has left running could use its GPUs
+                    os.killpg(program.pid, signal.SIGKILL)  # leftovers could use its GPUs
                 _end_strays(f"{context.REPORT}={env[context.REPORT]}")
                 self._groups.discard(program.pid)
             code = program.wait()
@@ -289,7 +289,7 @@ class Driver:
 
 
 def _end_strays(mark: str) -> None:
-    """Ends what a trial has left running in process groups of its own. It has the variable of that trial."""
+    """Ends leftovers of a trial in other process groups: processes with the variable of that trial."""
     while strays := [pid for pid in offspring() if has_variable(pid, mark)]:
         for pid in strays:
             with contextlib.suppress(OSError):
@@ -298,7 +298,7 @@ def _end_strays(mark: str) -> None:
 
 
 def _report_of(folder: str) -> dict[str, Any]:
-    """What a trial has reported so far. It may have written anything."""
+    """What a trial has reported so far. The file may contain anything."""
     try:
         with open(f"{folder}/report.json") as file:
             found = dict(json.loads(file.read(64 * 1024)))
@@ -308,7 +308,7 @@ def _report_of(folder: str) -> dict[str, Any]:
 
 
 def _last_line(path: str) -> str:
-    """The last line of a log, in which most programs say why they failed."""
+    """The last line of a log, where most programs report why they failed."""
     with open(path, "rb") as file:
         file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
         lines = file.read().decode(errors="replace").split("\n")

@@ -1,4 +1,4 @@
-"""The caches that a fetch fills, on hosts and on this machine: what they have, and downloads to them."""
+"""The caches that a fetch fills, on hosts and on this machine: their content, and downloads into them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,13 @@ from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.relay import FULL
 
 _LOOK: Final = 0.5
-"""Seconds after which a download says how far it is."""
-
-
+"""Seconds after which a download reports its progress."""
 _LONGEST: Final = 300
 """Characters of a host's text in an error."""
 
 
 class Cache:
-    """The cache of a host, or of this machine (`node` is None), and one download at a time to it."""
+    """The cache of a host, or of this machine (`node` is None), with one download at a time."""
 
     def __init__(self, node: Node | None, spec: WorkerSpec | None, stopped: threading.Event) -> None:
         """Once `stopped` is set, requests fail."""
@@ -57,7 +55,7 @@ class Cache:
             raise SkyfabError(f"{self.name}: {words(error)}") from error
 
     def page(self, url: str, token: str, most: int) -> tuple[int, str, int, bytes]:
-        """As in host/download.py. A host that does not respond does not reach the server."""
+        """As in host/download.py. A host that does not respond counts as one that does not reach the server."""
         try:
             status, why, size, body = self.ask(tuple[int, str, int, bytes], "page", url, token, most)
         except SkyfabError as error:
@@ -65,7 +63,7 @@ class Cache:
         return status, why[:_LONGEST], size, bytes(body[:most])
 
     def find(self, repository: str, files: Sequence[HubFile]) -> list[str]:
-        """The names of contents in the store; empty ones for what it lacks. Raises HostUnfit if that does not fit."""
+        """The names of contents in the store; empty for what it lacks. Raises HostUnfit without space for that."""
         asked = [(file.tag, file.size) for file in files]
         names: list[str]
         names, room = self.ask(tuple[list[str], int], "find", repository, asked)
@@ -80,7 +78,7 @@ class Cache:
     def download(self, file: HubFile, found: Found, progress: Callable[[int], None]) -> str:
         """Returns the name of the content in the store.
 
-        Raises Unreachable where another host may get it; UsageError and SkyfabError for what no host gets.
+        Raises Unreachable if another host may get it; UsageError and SkyfabError if no host can.
         """
         self.ask(Any, "begin", file.url, file.tag, file.size, found.token)
         while not self._stopped.is_set():
@@ -104,5 +102,5 @@ class Cache:
 
 
 def _may_be(name: str, file: HubFile) -> bool:
-    """Whether a name in the store is possible; an empty one is, for what the store lacks."""
+    """Whether a name in the store is valid; an empty one is, for what the store lacks."""
     return name in ("", file.tag) if is_sha256(file.tag) else re.fullmatch("([0-9a-f]{64})?", name) is not None

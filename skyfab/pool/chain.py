@@ -1,7 +1,7 @@
 """A relay: for each of its hosts, a thread that decides where the host takes its chunks from.
 
-That is the one before it in the plan, as long as that works; else the one before that, and in the end this machine.
-Nobody starts again: a host that changes its source continues with the first chunk that it lacks.
+The source is the host before it in the plan while that works; else the one before that, and in the end this machine.
+No host starts over: one that changes its source continues with the first chunk that it lacks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ Progress = Callable[[Node, int, int], None]
 CHAIN: Final = 16
 """Hosts that pass content on one after another."""
 _WINDOW: Final = 4
-"""Chunks that are on their way from this machine to one host."""
+"""Chunks in transit from this machine to one host, at most."""
 _LOOK: Final = 0.5
-"""Seconds, at most, after which a host says how far it is."""
+"""Seconds, at most, after which a host reports its progress."""
 _PATIENCE: Final = 3.0
-"""Seconds without progress, or of slow progress, after which a host takes its chunks from another one."""
+"""Seconds without progress, or with slow progress, after which a host changes its source."""
 _SLOW: Final = 4
 """A host is slow if its source gets chunks this many times faster."""
 _BEHIND: Final = 4
-"""Chunks that a host may lack of those that its source has, without being slow."""
+"""How many chunks a host may be behind its source without being slow."""
 _RESPONSE: Final = 5.0
 """Seconds for another host to open a port."""
 
@@ -46,8 +46,8 @@ _RESPONSE: Final = 5.0
 def plan(count: int) -> list[int | None]:
     """For each host, the number of the one that it takes content from; None: this machine.
 
-    Up to 16 hosts are a chain. More are several: the first host of a chain takes it from the last one of an earlier
-    chain, so that no host sends it more than twice.
+    Up to 16 hosts form a chain. More hosts form several: the first host of a chain takes the content from the last one
+    of an earlier chain, so that no host sends it more than twice.
 
     >>> plan(3)
     [None, 0, 1]
@@ -60,18 +60,18 @@ class Items(Protocol):
     """What is relayed."""
 
     chunks: list[tuple[int, int, int]]
-    """Of each chunk, in which item it is, and where it begins and ends there."""
+    """For each chunk, the number of its item, and where it begins and ends in it."""
     is_here: bool
 
     @property
     def about(self) -> tuple[Any, ...]:
-        """What workers of hosts are sent about the items."""
+        """The description of the items that is sent to the workers of hosts."""
 
     def read(self, number: int) -> Buffer:
         """The content of a chunk."""
 
     def changed(self, item: int) -> UsageError:
-        """The error for an item that no longer has the content that it had."""
+        """The error for an item whose content has changed."""
 
 
 class ChainHost:
@@ -84,7 +84,7 @@ class ChainHost:
         self.remote = remote
         self.is_open = False
         self.was_whole = False
-        """It had all items from the beginning."""
+        """It had all items at the beginning."""
         self.error: BaseException | None = None
         self.source: ChainHost | None = None
         self.avoided: set[ChainHost] = set()
@@ -92,13 +92,13 @@ class ChainHost:
         self.missing: list[int] = []
         """The chunks that it lacked at the beginning."""
         self.sums = [0]
-        """The bytes of the first ones of these, for each count of them."""
+        """The total size of the first N of these, for each N."""
         self.at = 0
         """The first chunk that it lacks."""
         self.problem = ""
         self._received = 0
         self.heard = self.moved = time.monotonic()
-        """When it last replied, and when it last had received more."""
+        """When it last replied, and when it last made progress."""
         self._marks: deque[tuple[float, int]] = deque()
         self.rate = 0.0
         """Chunks a second, over the last seconds."""
@@ -114,12 +114,12 @@ class ChainHost:
             raise ProtocolError(f"invalid reply of a relay: {error}", host=self.name) from None
 
     def begin(self, source: ChainHost | None) -> None:
-        """From now on it takes chunks from there."""
+        """Takes chunks from this source from now on."""
         self.source, self.problem, self.moved = source, "", time.monotonic()
         self._marks = deque([(self.moved, self.at)])
 
     def note(self, answer: Any, total: int) -> None:
-        """What it says about itself."""
+        """Takes over what the host reports about itself."""
         at, problem, received = self.checked(tuple[int, str, int], answer)
         if not self.at <= at <= total or problem not in ("", DAMAGED, BROKEN):
             raise ProtocolError("invalid reply of a relay", host=self.name)
@@ -133,31 +133,31 @@ class ChainHost:
         self.rate = (at - first) / max(now - began, 0.001)
 
     def why_leave(self, source: ChainHost) -> str:
-        """Why it should take its chunks from another source; empty if it should not."""
+        """Why it should leave its source; empty if it should not."""
         if self.problem == DAMAGED:
             return "sent a damaged chunk"
         if self.problem or source.error is not None:
             return "ended the connection"
         now = time.monotonic()
         if source.at <= self.at and now - source.heard <= _PATIENCE:
-            self.moved = now  # the source waits too: in a long chain that takes longer than the patience with one
+            self.moved = now  # the source waits too, in a long chain longer than _PATIENCE
         if now - self.moved > _PATIENCE:
             return "does not respond"
         return "is slow" if source.is_slow else ""
 
     @property
     def is_slow(self) -> bool:
-        """Its source has got chunks much faster for a while."""
+        """Whether its source has received chunks much faster for a while."""
         source = self.source
         if source is None or time.monotonic() - self._marks[0][0] < _PATIENCE:
             return False
-        if self.at + _BEHIND >= source.at:  # as the next one in a chain is, also while the first chunks come
+        if self.at + _BEHIND >= source.at:  # normal in a chain, also for the first chunks
             return False
         return self.rate * _SLOW < source.rate
 
 
 class Chain:
-    """One relay: `fill` runs for each host, on a thread of its own."""
+    """One relay: `fill` runs for each host, each on its own thread."""
 
     def __init__(
         self,
@@ -185,7 +185,7 @@ class Chain:
         self._changed = threading.Condition()
 
     def fill(self, host: ChainHost) -> bool:
-        """Has a host receive what it lacks. Returns whether that was anything. Raises its errors."""
+        """Has a host receive what it lacks. Returns whether it lacked anything. Raises its errors."""
         try:
             self._open(host)
         finally:
@@ -214,13 +214,13 @@ class Chain:
         began = time.monotonic()
         host.begin(self._choose(host))
         while host.at < self._total and (source := host.source) is not None:
-            pause = min(_LOOK, 0.02 + (time.monotonic() - began) / 10)  # others may wait for this host to listen
+            pause = min(_LOOK, 0.02 + (time.monotonic() - began) / 10)  # other hosts may wait until this one listens
             self._note(host, host.remote.ask("look", pause))
             if host.at < self._total and (why := host.why_leave(source)):
                 host.avoided.add(source)
                 host.begin(self._choose(host))
                 now = "this machine" if host.source is None else host.source.name
-                self._events.emit(Notice(host=host.name, text=f"{source.name} {why}: takes the rest from {now}"))
+                self._events.emit(Notice(host=host.name, text=f"{source.name} {why}; the rest comes from {now}"))
         if host.at < self._total:
             self._feed(host)
 
@@ -229,13 +229,13 @@ class Chain:
         self._progress(host.node, host.sums[bisect_left(host.missing, host.at)], host.sums[-1])
 
     def _choose(self, host: ChainHost) -> ChainHost | None:
-        """Connects a host with the nearest source that it reaches; None is this machine. Raises HostUnfit."""
+        """Connects a host to the nearest source that it reaches; None is this machine. Raises HostUnfit."""
         for source in self._sources(host):
             if source is None or self._connect(host, source):
                 return source
             if self._items.is_here and {host.name, source.name} in self._apart:
-                return None  # it may reach no other one, and finding that out takes seconds
-        raise HostUnfit("no other host sends it what it lacks", host=host.name)
+                return None  # it may reach no other host, and each attempt takes seconds
+        raise HostUnfit("no other host can send it what it lacks", host=host.name)
 
     def _sources(self, host: ChainHost) -> Iterator[ChainHost | None]:
         place = self._before[host]
@@ -266,7 +266,7 @@ class Chain:
         return True
 
     def _feed(self, host: ChainHost) -> None:
-        """Sends a host from here what it lacks."""
+        """Sends a host what it lacks from this machine."""
         waiting: deque[Any] = deque()
         for number in host.missing[bisect_left(host.missing, host.at) :]:
             waiting.append(host.remote.ask("chunk", number, self._items.read(number)))

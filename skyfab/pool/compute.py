@@ -690,10 +690,10 @@ class Compute(ShownAsTable):
     ) -> list[Fetched]:
         """Puts a model of the Hugging Face hub into the caches of hosts, where its libraries find it (docs/files.md).
 
-        `source` is ``hf://org/model``, ``hf://datasets/org/name``, both also with ``@revision``, or the URL of a file,
-        ``https://host/file.bin#sha256=…``. Of a repository, `include` and `exclude` are patterns of paths. Hosts that
-        reach the server download different files and send them to the others; if none does, this machine downloads.
-        `on` is a host, "head" or "all".
+        `source` is ``hf://org/model`` or ``hf://datasets/org/name``, optionally with ``@revision``, or the URL of a
+        file, ``https://host/file.bin#sha256=…``. `include` and `exclude` are patterns of paths in a repository. Hosts
+        that reach the server download different files and pass them on to the others; if no host reaches it, this
+        machine downloads. `on` is a host, "head" or "all".
         """
         from skyfab.pool.fetch import fetch
 
@@ -702,11 +702,11 @@ class Compute(ShownAsTable):
     def mirror(
         self, path: AnyPath | Sequence[AnyPath], *, to: AnyPath = ".", on: str = "head", limit: str | None = None
     ) -> Mirror:
-        """Has what appears in `path` on hosts come into `to` while they work: whole files, the newest first.
+        """Copies new files in `path` on hosts into `to` while they work: only complete files, newest first.
 
         `path`, `to` and `on` are as in `download`, but each of several hosts has a folder in `to`. `limit` is in bytes
-        per second, such as ``"20MB/s"``. Ends with a last look at the end of its ``with`` block or of the pool, or when
-        it is stopped (docs/files.md). Raises UsageError if another mirror writes to the folder.
+        per second, such as ``"20MB/s"``. Ends with a final pass at the end of its ``with`` block or of the pool, or
+        when it is stopped (docs/files.md). Raises UsageError if another mirror writes to the folder.
         """
         from skyfab.pool.mirror import Mirror
 

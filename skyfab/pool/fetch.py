@@ -1,4 +1,4 @@
-"""Models and other files of servers to the caches of hosts: `Compute.fetch`.
+"""Fetches models and other files of servers into the caches of hosts: `Compute.fetch`.
 
 Hosts that reach the server download different files. As soon as one has a file, a relay takes it to the others. If no
 host can download, this machine does.
@@ -33,7 +33,7 @@ from skyfab.ui.events import Events, Moved, Notice
 _LANES: Final = 4
 """Downloads of one host at a time."""
 _BATCH: Final = 1 << 30
-"""Bytes of the files of one relay at most, if it has more than one: what it has brought outlives an interruption."""
+"""Bytes of the files of one relay at most, if it has more than one: what it has delivered survives interruptions."""
 _PACE: Final = 0.1
 """Seconds between two events of progress."""
 _HERE: Final = "this machine"
@@ -82,9 +82,9 @@ def fetch(
     relay: Relay,
     spec_of: Callable[[Node, str], WorkerSpec],
 ) -> list[Fetched]:
-    """Raises the errors of hosts, after the others have got all; UsageError and SkyfabError for the source.
+    """Raises the errors of hosts, after the others have all files; UsageError and SkyfabError for the source.
 
-    `patterns` are those of files to fetch, and of files to leave out.
+    `patterns` are those of files to fetch, and of files to skip.
     """
     refuse_to_block()
     stopped = threading.Event()
@@ -96,7 +96,7 @@ def fetch(
         here = ends.enter_context(closing(open_cache(None)))
         opened = results_of(for_each_host(open_cache, nodes))
         hosts = {node: ends.enter_context(closing(cache)) for node, cache in zip(nodes, opened, strict=True)}
-        ends.callback(stopped.set)  # after Ctrl-C, downloads end; what has come stays
+        ends.callback(stopped.set)  # after Ctrl-C, downloads end; what has arrived is kept
         found = find(source, lambda *asked: _page([here, *opened], *asked)).matching(*patterns)
         return _Fetch(found, hosts, here, relay, open_cache).run()
 
@@ -113,7 +113,7 @@ def _page(caches: Sequence[Cache], url: str, token: str, most: int) -> tuple[int
 
 
 class _Fetch:
-    """One fetch for some hosts."""
+    """One fetch, for a set of hosts."""
 
     def __init__(
         self,
@@ -126,17 +126,17 @@ class _Fetch:
         self._found, self._hosts, self._here, self._relay, self._open_cache = found, hosts, here, relay, open_cache
         self._began = time.monotonic()
         self._files = {file.tag: file for file in sorted(found.files, key=lambda file: -file.size)}
-        """By the server's name for their contents, the largest first."""
+        """By the server's name for their content, the largest first."""
         self._names: dict[str, str] = {}
-        """Of contents in the stores."""
+        """The names of their content in the stores."""
         self._holders: dict[str, list[Node | None]] = {tag: [] for tag in self._files}
         self._lacking: dict[Node, set[str]] = {}
-        """What hosts lack. Those that have failed are not in it."""
+        """What hosts lack, without hosts that have failed."""
         self._errors: dict[Node, Exception] = {}
         self._pending: deque[str] = deque()
-        """What is to be downloaded."""
+        """What must be downloaded."""
         self._places: list[Node | None] = [None]
-        """Where that is possible; this machine is the last resort."""
+        """Where it can be downloaded; this machine is the last resort."""
         self._why: list[str] = []
         """Why the other hosts cannot."""
         self._lanes = 0
@@ -166,7 +166,7 @@ class _Fetch:
         return done
 
     def _each(self, action: Callable[[Node], object]) -> None:
-        """Does it for all hosts that have not failed. Those where it fails have."""
+        """Runs it for all hosts that have not failed, and drops those where it fails."""
         nodes = [*self._lacking]
         for node, outcome in zip(nodes, for_each_host(action, nodes), strict=True):
             if isinstance(outcome, Raised):
@@ -175,7 +175,7 @@ class _Fetch:
     # ---- who has what
 
     def _find(self) -> None:
-        """Raises the errors of hosts: nothing is sent if there is one."""
+        """Raises the errors of hosts; then nothing is sent."""
         files = [*self._files.values()]
         nodes = [*self._hosts]
         outcomes = for_each_host(lambda node: self._hosts[node].find(self._found.repository, files), nodes)
@@ -226,11 +226,11 @@ class _Fetch:
             self._progress[None].total = sum(self._files[tag].size for tag in self._pending)
         lanes = [place for _ in range(_LANES) for place in places][: len(self._pending)]
         self._lanes = len(lanes)
-        for place in lanes:  # each host in turn: of few files they have as many each
+        for place in lanes:  # each host in turn, so that few files are spread evenly
             threading.Thread(target=self._run_lane, args=(place, self._pending.popleft()), daemon=True).start()
 
     def _run_lane(self, place: Node | None, tag: str | None) -> None:
-        """Downloads one file after another, until there is none, or this host cannot."""
+        """Downloads one file after another, until none is left or this host cannot."""
         try:
             with closing(self._open_cache(place)) as cache:
                 while tag is not None:
@@ -266,7 +266,7 @@ class _Fetch:
                 self._changed.notify_all()
 
     def _leave(self, place: Node | None, why: str) -> None:
-        """A host downloads no more."""
+        """A host stops downloading."""
         with self._changed:
             if place in self._places:
                 self._places.remove(place)
@@ -275,7 +275,7 @@ class _Fetch:
     # ---- relays
 
     def _next(self) -> list[str]:
-        """Waits for contents that hosts lack and others have. All have the same holders. Empty at the end."""
+        """Waits for contents that hosts lack and others have, all with the same holders. Empty at the end."""
         with self._changed:
             while True:
                 if self._fatal is not None:
@@ -307,7 +307,7 @@ class _Fetch:
             progress=lambda node, done, total: progress[node](done),
         )
         if errors:
-            self._each(lambda node: self._hosts[node].find("", []))  # those that do not respond are lost
+            self._each(lambda node: self._hosts[node].find("", []))  # hosts that do not respond are lost
             may_retry = not is_here and (not any(node in self._lacking for node in holders) or self._came_here(batch))
             for node, error in errors.items():
                 if not may_retry or getattr(error, "hint", None) == FULL:
@@ -326,7 +326,7 @@ class _Fetch:
                     self._reports[node].from_hosts += size
 
     def _came_here(self, batch: Sequence[str]) -> bool:
-        """Downloads to this machine what hosts cannot pass on: they may not reach each other."""
+        """Downloads to this machine what hosts cannot pass on, as they may not reach each other."""
         with suppress(SkyfabError):
             for tag in batch:
                 self._names[tag] = self._here.download(self._files[tag], self._found, self._progress[None].of(tag))
@@ -346,14 +346,14 @@ class _Fetch:
 
 
 class _Progress:
-    """How much of what a host lacked it has."""
+    """How much a host has received of what it lacked."""
 
     def __init__(self, host: str, events: Events) -> None:
         self._host = host
         self._events = events
         self.total = self._done = 0
         self._parts: dict[str, int] = {}
-        """Bytes of each download, and of the present relay, whose key is empty."""
+        """Bytes of each download, and of the current relay, whose key is empty."""
         self._last = 0.0
         self._lock = threading.Lock()
 
@@ -361,7 +361,7 @@ class _Progress:
         return functools.partial(self._note, key)
 
     def add(self, size: int) -> None:
-        """A relay has brought all that it should."""
+        """A relay has delivered everything."""
         self._note("relayed", self._parts.get("relayed", 0) + size)
         self._note("", 0)
 

@@ -1,4 +1,4 @@
-"""The relays of an upload: files that several of its hosts need leave this machine once."""
+"""The relays of an upload: files that several hosts need leave this machine once."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from skyfab.pool.relay import LEAST, Relay
 _File = tuple[int, int, int]
 """A file: its number, size and time."""
 _PATIENCE: Final = 3.0
-"""Seconds after which an upload does not wait for hosts that are still comparing; more if it took long until then."""
+"""Seconds that an upload waits for hosts that are still comparing, in addition to the time until then."""
 
 
 @dataclass(slots=True)
 class _Member:
-    """A host of an upload that has compared, and lacks files."""
+    """A host of an upload that has compared its files and lacks some."""
 
     node: Node
     remote: Remote
@@ -38,31 +38,31 @@ class _Member:
     transfer: Transfer
     lacks: Sequence[int]
     received: dict[int, int] = field(default_factory=dict)
-    """Bytes that have come, by the place of the relay."""
+    """Bytes that have arrived, by the number of the relay."""
 
 
 class SharedUpload:
-    """An upload to several hosts. Each has a thread, which calls `relay` when it knows what the host lacks."""
+    """An upload to several hosts. Each host has a thread, which calls `relay` when it knows what the host lacks."""
 
     def __init__(self, relay: Relay, nodes: Sequence[Node]) -> None:
         self._relay = relay
         self._nodes = nodes
         self._began = time.monotonic()
         self._coming = set(nodes)
-        """Hosts that have not compared yet, or failed."""
+        """Hosts that are still comparing."""
         self._members: dict[Node, _Member] = {}
         self._parts: list[_Part] | None = None
-        """The relays among those that have compared in time."""
+        """The relays among the hosts that have compared in time."""
         self._changed = threading.Condition()
 
     def without(self, node: Node) -> None:
-        """A host has failed, or lacks little."""
+        """Called when a host has failed, or lacks little."""
         with self._changed:
             self._coming.discard(node)
             self._changed.notify_all()
 
     def relay(self, node: Node, remote: Remote, source: Source, transfer: Transfer, lacks: list[int]) -> list[int]:
-        """Has a host take what others lack too from them. Returns the numbers of files that it still lacks."""
+        """Relays to a host the files that other hosts lack too. Returns the numbers of files that it still lacks."""
         is_little = sum(transfer.listed(number)[0] for number in lacks) < LEAST
         if is_little or len(self._nodes) == 1 or node.host.transport == "local":
             self.without(node)
@@ -111,12 +111,12 @@ class _Part:
         self._chain = Chain(files, hosts, len(hosts), relay.events, relay.apart, self._progress)
 
     def fill(self, member: _Member) -> set[int]:
-        """Has a host receive the files. Returns the numbers of those that it has, whatever goes wrong with others."""
+        """Has a host receive the files. Returns the numbers of those that it has, even if other hosts fail."""
         host = self.hosts[member.node]
         try:
             self._chain.fill(host)
         except SkyfabError as error:
-            host.error = error  # others leave it; if it is the host's own, its transfer raises it too
+            host.error = error  # other hosts leave it; its transfer raises its own errors again
         lacks = {*range(len(self._files.items))}
         with suppress(SkyfabError):
             lacks = set(host.ask(list[int], "commit", False))
@@ -132,7 +132,7 @@ class _Part:
 
 
 class _Worker:
-    """The part of a transfer's worker that takes part in one relay."""
+    """The worker of a transfer, as a participant of one relay."""
 
     def __init__(self, place: int, remote: Remote) -> None:
         self._place = place
@@ -145,12 +145,12 @@ class _Worker:
 
 
 class _Files:
-    """Large files, and packs of small ones. Those that are not as they were listed are left to the hosts' transfers."""
+    """Large files, and packs of small ones. Files that differ from the listing are left to the hosts' transfers."""
 
     is_here = True
 
     def __init__(self, member: _Member, numbers: Sequence[int]) -> None:
-        """Reads all of them."""
+        """Reads and hashes all files."""
         self._paths = member.source.paths
         self.items = [*_packs([(number, *member.transfer.listed(number)) for number in numbers])]
         self._step = step_of(sum(map(_size, self.items)))
@@ -188,18 +188,18 @@ class _Files:
         try:
             with opened(self._paths[number], os.O_RDONLY | os.O_NONBLOCK) as fd:
                 data = os.pread(fd, end - start, start)
-                about = os.fstat(fd)  # afterwards: so all parts are of one version
+                about = os.fstat(fd)  # after reading: so all parts are of one version
         except OSError:
             return b""
         is_same = stat.S_ISREG(about.st_mode) and (about.st_size, about.st_mtime_ns) == (size, time)
         return data if is_same and len(data) == end - start else b""
 
     def changed(self, item: int) -> UsageError:
-        return UsageError(f"{text(self._paths[self.items[item][0][0]])} has changed while it was sent")
+        return UsageError(f"{text(self._paths[self.items[item][0][0]])} changed while it was being sent")
 
 
 def _packs(files: Sequence[_File]) -> Iterator[list[_File]]:
-    """Large files, each alone, and packs of small ones. Empty ones are left out: they may be those of /proc."""
+    """Large files, each alone, and packs of small ones. Skips empty ones: they may be files of /proc."""
     pack: list[_File] = []
     for file in sorted(files, key=lambda file: file[1] > SMALL):
         if pack and (len(pack) == FILES or _size(pack) + file[1] > SMALL):

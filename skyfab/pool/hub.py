@@ -1,6 +1,6 @@
-"""What is fetched into the caches of hosts: models and data sets of the Hugging Face hub, and files of other servers.
+"""What to fetch into the caches of hosts: models and data sets of the Hugging Face hub, and files of other servers.
 
-Names, sizes and hashes come from a server, and are checked here: the rest of skyfab may rely on them.
+Names, sizes and hashes come from a server and are checked here, so that the rest of skyfab can rely on them.
 """
 
 from __future__ import annotations
@@ -21,35 +21,35 @@ from skyfab.errors import SkyfabError, UsageError
 from skyfab.files.entries import is_inner
 
 Page = Callable[[str, str, int], tuple[int, str, int, bytes]]
-"""Asks a server, with a token: status (0: not reached), cause of an error, size of what is there, and its content.
+"""Requests a URL, with a token: status (0: not reached), cause of an error, size of the content, and the content.
 
-The number is how many bytes of that are wanted at most.
+The number is how many bytes of content to read at most.
 """
 _LIST: Final = 64 << 20
-"""Bytes of a list of files."""
+"""Bytes of a list of files, at most."""
 _HUB: Final = "https://huggingface.co"
 _NAME: Final = r"[A-Za-z0-9_][A-Za-z0-9._-]{0,95}"
 _MOST_FILES: Final = 100_000
 _LARGEST: Final = 1 << 44
-"""Bytes of a file."""
+"""Bytes of a file, at most."""
 _HEX40: Final = re.compile("[0-9a-f]{40}")
 _HEX64: Final = re.compile("[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, slots=True)
 class HubFile:
-    """One file: where it comes from, and what it must be."""
+    """One file: its source, size and hash."""
 
     path: str
     tag: str
-    """The sha256, or the hash that git has: the hub names small files so."""
+    """The sha256, or for small files git's hash: the hub names their content so."""
     size: int
     url: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """What is to be fetched."""
+    """The files to fetch."""
 
     files: tuple[HubFile, ...]
     repository: str = ""
@@ -58,10 +58,10 @@ class Found:
     revision: str = ""
     shown: str = ""
     token: str = field(default="", repr=False)
-    """What the server wants to see before it sends files. Empty if it sends them to anyone."""
+    """The token that the server requires. Empty if it sends the files to everyone."""
 
     def matching(self, include: Sequence[str], exclude: Sequence[str]) -> Found:
-        """With the files that some of the patterns match. Raises UsageError if there is none."""
+        """Only the files that the patterns select. Raises UsageError if there are none."""
         kept = tuple(
             file
             for file in self.files
@@ -69,7 +69,7 @@ class Found:
         )
         if not kept:
             some = ", ".join(file.path for file in self.files[:8])
-            raise UsageError("no file matches", hint=f"it has {some or 'no files'}")
+            raise UsageError("no file matches", hint=f"available: {some or 'none'}")
         return replace(self, files=kept)
 
 
@@ -83,22 +83,22 @@ def find(source: str, page: Page) -> Found:
         return _Repository.parse(source).listed(page)
     parts = urlsplit(source)
     if parts.scheme not in ("http", "https") or not parts.netloc:
-        hint = "hf://ORG/MODEL, hf://datasets/ORG/NAME or https://HOST/FILE#sha256=HEX"
+        hint = "expected hf://ORG/MODEL, hf://datasets/ORG/NAME or https://HOST/FILE#sha256=HEX"
         raise UsageError(f"cannot fetch {source}", hint=hint)
     if parts.username is not None:
-        raise UsageError(f"cannot fetch from {parts.hostname} with a user and a password in the URL")
+        raise UsageError(f"cannot fetch from {parts.hostname}: the URL contains a user name or password")
     digest = parts.fragment.removeprefix("sha256=").lower()
     path = unquote(parts.path).rpartition("/")[2]
     url = parts._replace(fragment="").geturl()
     if not _HEX64.fullmatch(digest):
         raise UsageError(f"{url}: expected the sha256 of the file", hint=f"write {url}#sha256=HEX")
     if not _is_path(path):
-        raise UsageError(f"{url} does not end with the name of a file")
+        raise UsageError(f"{url} does not end with a file name")
     status, why, size, _ = page(url, "", 0)
     if status != 200:
         raise _no_response(url, why) if status == 0 else SkyfabError(f"{url}: HTTP {status}")
     if not 0 <= size <= _LARGEST:
-        raise SkyfabError(f"{url}: the server does not say how large the file is")
+        raise SkyfabError(f"{url}: the server does not report a valid file size")
     return Found(files=(HubFile(path, digest, size, url),))
 
 
@@ -107,22 +107,22 @@ def endpoint() -> str:
 
 
 def own_token() -> str:
-    """The user's token, from where the hub's library takes it; empty if there is none."""
+    """The user's token, from the same places as the hub's library reads it; empty if there is none."""
     home = os.environ.get("HF_HOME") or f"{os.environ.get('XDG_CACHE_HOME') or '~/.cache'}/huggingface"
     path = Path(os.environ.get("HF_TOKEN_PATH") or f"{home}/token").expanduser()
     found = os.environ.get("HF_TOKEN", "").strip()
     if not found and path.is_file():
         found = path.read_text(errors="replace").strip()
     if not re.fullmatch(r"[!-~]*", found):
-        raise UsageError("invalid token of the hub: it has other characters than letters, digits and punctuation")
+        raise UsageError("invalid Hugging Face token: expected only letters, digits and punctuation")
     return found
 
 
 def denied(name: str, status: int | str, token: str) -> UsageError:
-    """The error for a file or repository that is not for everyone."""
+    """The error for a file or repository that is gated or private."""
     page = f"{endpoint()}/{name}"
     if token:
-        return UsageError(f"{name}: the hub refuses your token (HTTP {status})", hint=f"ask for access at {page}")
+        return UsageError(f"{name}: the hub refuses your token (HTTP {status})", hint=f"request access at {page}")
     hint = f"accept its terms at {page}, and set HF_TOKEN, or log in: hf auth login"
     return UsageError(f"{name} is gated: the hub sends it only with a token (HTTP {status})", hint=hint)
 
@@ -141,11 +141,11 @@ class _Repository:
         kind, name = (kind, rest) if kind in ("models", "datasets") and rest else ("models", words)
         if not re.fullmatch(f"{_NAME}(/{_NAME})?", name) or ".." in name or "--" in name:
             raise UsageError(
-                f"invalid name of a model: {source}",
-                hint="hf://ORG/MODEL, or hf://datasets/ORG/NAME; @REVISION may follow",
+                f"invalid model name: {source}",
+                hint="expected hf://ORG/MODEL or hf://datasets/ORG/NAME, optionally with @REVISION",
             )
         if "@" in source and not _is_path(revision):
-            raise UsageError(f"invalid revision: {source}", hint="a branch, a tag or a commit")
+            raise UsageError(f"invalid revision: {source}", hint="expected a branch, a tag or a commit")
         return _Repository(kind, name, revision or "main")
 
     @property
@@ -162,7 +162,7 @@ class _Repository:
             return self._parse(json.loads(body), token)
         except (ValueError, RecursionError) as error:
             text = str(error) if isinstance(error, schema.Invalid) else "not JSON, or too long"
-            raise SkyfabError(f"{endpoint()}: invalid list of the files of {self.shown}: {text}") from None
+            raise SkyfabError(f"{endpoint()}: invalid file list of {self.shown}: {text}") from None
 
     def _parse(self, listing: object, token: str) -> Found:
         found = schema.parse(_Listing, listing)
@@ -194,13 +194,13 @@ class _Repository:
         if why == "GatedRepo":
             return denied(self.shown, status, token)
         if status not in (401, 403, 404):
-            return SkyfabError(f"{endpoint()}: HTTP {status} for the list of the files of {self.shown}")
+            return SkyfabError(f"{endpoint()}: HTTP {status} for the file list of {self.shown}")
         hint = did_you_mean(self.name, self._similar(page))
         hint = hint or ("if it is private, your token has no access" if token else "if it is private, set HF_TOKEN")
         return UsageError(f"the hub has no {self.kind[:-1]} {self.name}", hint=hint)
 
     def _similar(self, page: Page) -> list[str]:
-        """The names that the same owner has."""
+        """The names of the same owner's models or data sets."""
         owner = self.name.partition("/")[0]
         status, _, _, body = page(f"{endpoint()}/api/{self.kind}?author={owner}&limit=1000", "", _LIST)
         try:
@@ -241,14 +241,14 @@ def _file(one: _Sibling, place: int, root: str) -> HubFile:
     if not _is_path(one.rfilename):
         raise schema.Invalid(f"invalid path: {one.rfilename[:200]!r}", ("siblings", place))
     if not (_HEX64 if one.lfs is not None else _HEX40).fullmatch(tag):
-        raise schema.Invalid(f"no hash of {one.rfilename}", ("siblings", place))
+        raise schema.Invalid(f"no valid hash of {one.rfilename}", ("siblings", place))
     if size is None or not 0 <= size <= _LARGEST:
         raise schema.Invalid(f"invalid size of {one.rfilename}", ("siblings", place))
     return HubFile(one.rfilename, tag, size, f"{root}/{quote(one.rfilename)}")
 
 
 def _is_path(path: str) -> bool:
-    """Whether it is a path below a folder that can be printed, and that no file system takes for another one."""
+    """Whether it is a printable path below a folder, whose meaning is the same on all file systems."""
     return path.isprintable() and is_inner(path.encode()) and all(len(part.encode()) < 256 for part in path.split("/"))
 
 
@@ -260,6 +260,6 @@ def _above(path: str) -> set[str]:
 
 def _no_response(url: str, why: str) -> SkyfabError:
     hint = "check the network, HTTPS_PROXY and HF_ENDPOINT, on this machine or on a host"
-    error = SkyfabError(f"{url} cannot be reached from this machine or any host: {why}", hint=hint)
+    error = SkyfabError(f"cannot reach {url} from this machine or any host: {why}", hint=hint)
     error.exit_code = 3
     return error

@@ -1,4 +1,4 @@
-"""`Mirror`: what appears in a folder of hosts comes to this machine while they work (`Compute.mirror`)."""
+"""`Mirror`: copies new files of a folder on hosts to this machine while they work (`Compute.mirror`)."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from skyfab.session.fanout import one_error
 from skyfab.ui.events import Events, Notice
 
 _PACE: Final = 1.0
-"""Seconds between two looks at a folder; 20 times as long as a look takes, but at most `_LONGEST`."""
+"""Seconds between two scans of a folder, or 20 times as long as a scan takes, but at most `_LONGEST`."""
 _LONGEST: Final = 20.0
 _RETRY: Final = 5.0
 """Seconds after an error."""
 _MOMENT: Final = 0.5
 _LOOKS: Final = 5
-"""Seconds between the last looks, and how many of them wait for files that are changing."""
+"""Seconds between the final scans, and how many of them wait for files that are changing."""
 _SHOWN: Final = 20
-"""Paths that are left out and shown."""
+"""Skipped paths that are shown, at most."""
 
 
 class Mirror:
-    """Takes new files of hosts to this machine until it is stopped; also a context manager."""
+    """Copies new files of hosts to this machine until it is stopped; also a context manager."""
 
     def __init__(
         self,
@@ -48,7 +48,7 @@ class Mirror:
         spec_of: Callable[[Node, str], WorkerSpec],
         events: Events,
     ) -> None:
-        """Of several hosts, each has a folder in `to`. Raises UsageError if another mirror writes there."""
+        """With several hosts, each has a folder in `to`. Raises UsageError if another mirror writes there."""
         rate = float("inf") if limit is None else rate_of(limit)
         if not rate:
             raise UsageError(f"invalid limit: {limit!r:.40}", hint="expected bytes per second, such as 20MB/s")
@@ -60,16 +60,16 @@ class Mirror:
         self._spec_of = spec_of
         self._events = events
         self._ending, self._stopped = threading.Event(), threading.Event()
-        """Set when the last look is due, and when nothing more is requested."""
+        """Set when the final pass is due, and when nothing more is requested."""
         self._errors: list[Exception] = []
-        there = [node for node in nodes if not node.workdir.callers]  # where it is not this folder itself
+        there = [node for node in nodes if not node.workdir.callers]  # not those that work in this folder itself
         folders = [Path(to).expanduser() / (node.name if len(nodes) > 1 else "") for node in there]
         with ExitStack() as locks:
             for folder in folders:
                 locks.callback(os.close, _locked(folder))
             self._locks = locks.pop_all()
         self.reports = [Report(node.name, folder=str(folder)) for node, folder in zip(there, folders, strict=True)]
-        """What has come so far, for each host."""
+        """What was fetched so far, for each host."""
         each = zip(there, map(Path.absolute, folders), self.reports, strict=True)
         self._threads = [
             threading.Thread(target=self._run, args=one, name="skyfab-mirror", daemon=True) for one in each
@@ -84,14 +84,14 @@ class Mirror:
         self.close() if kind else self.stop()
 
     def stop(self) -> list[Report]:
-        """As `close`; returns what has come. Raises what failed at the end."""
+        """As `close`, but returns what was fetched, and raises the errors of the final pass."""
         self.close()
         if self._errors:
             raise one_error(self._errors, len(self.reports))
         return self.reports
 
     def close(self) -> None:
-        """Takes what is new for a last time. Ctrl-C ends it."""
+        """Runs the final pass. Ctrl-C ends it."""
         self._ending.set()
         try:
             for thread in () if self._stopped.is_set() else self._threads:
@@ -100,7 +100,7 @@ class Mirror:
             self.leave()
 
     def leave(self) -> None:
-        """Ends it without a last look. The next mirror or transfer resumes what is incomplete."""
+        """Ends it without a final pass. The next mirror or transfer resumes what is incomplete."""
         self._stopped.set()
         self._ending.set()
         for thread in self._threads:
@@ -154,13 +154,13 @@ class Mirror:
             transfer = Transfer(remote, Here(target), lambda done, total: None, self._wait)
             transfer.run(functools.partial(fits, target.room, ""))
         if not transfer.report.entries:
-            raise ProtocolError("files that are announced, but not listed", host=report.host)
+            raise ProtocolError("announced files are not listed", host=report.host)
         remote.ask("fetched", self._patterns).result()
         transfer.report.seconds = time.monotonic() - began
         for name in ("entries", "files", "size", "sent", "sent_size", "seconds"):
             setattr(report, name, getattr(report, name) + getattr(transfer.report, name))
         for path, why in transfer.report.skipped:
-            is_new = why != CHANGED and (path, why) not in report.skipped  # what is changed or removed is normal
+            is_new = why != CHANGED and (path, why) not in report.skipped  # changed and removed files are normal
             if is_new and len(report.skipped) < _SHOWN:
                 report.note(path, why)
                 self._events.emit(Notice(host=report.host, text=f"skipped {path}: {why}"))
@@ -175,14 +175,14 @@ class Mirror:
 
 
 def _locked(folder: Path) -> int:
-    """Makes a folder and locks it, by a descriptor. Raises UsageError if it is locked."""
+    """Creates and locks a folder, and returns its descriptor. Raises UsageError if it is already locked."""
     folder.mkdir(parents=True, exist_ok=True)
     held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         os.close(held)
-        hint = 'choose another one: to="results", --mirror=ckpt:results'
+        hint = 'choose another folder: to="results", --mirror=ckpt:results'
         raise UsageError(f"another mirror writes to {folder.absolute()}", hint=hint) from None
     except OSError:  # a file system without locks
         pass

@@ -1,4 +1,4 @@
-"""Relays of packages to hosts that have no environment yet, by agents of their own that run any Python of the host."""
+"""Relays of packages to hosts that have no environment yet, by separate agents that run on any Python of the host."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from skyfab.pool.relay import Relay
 from skyfab.session.fanout import Raised, for_each_host
 
 _PATIENCE: Final = 10.0
-"""Seconds for a host's agent to start or to come back, before the others begin without it."""
+"""Seconds for a host's agent to start or reconnect before the others begin without it."""
 _LOOK: Final = 0.5
 """Seconds between checks of whether the packages are still wanted."""
 
 
 class PackageRelay:
-    """Has hosts that lack the same packages pass them on to each other, before they have an environment."""
+    """Has hosts that lack the same packages pass them on to each other before they have an environment."""
 
     def __init__(self, nodes: Nodes, relay: Relay) -> None:
         self._nodes = nodes
         self._relay = relay
 
     def deliver(self, deliveries: Sequence[Delivery], sharing: Sharing) -> None:
-        """Puts files into the stores of hosts. A host that fails is settled without them."""
+        """Puts files into the stores of hosts. A host that fails continues without them."""
         left = Counter(host.name for each in deliveries for host in each.hosts)
 
         def done(host: Host) -> None:
@@ -59,7 +59,7 @@ class PackageRelay:
 
     @contextmanager
     def _open(self, hosts: Sequence[Host], sharing: Sharing) -> Iterator[list[Node]]:
-        """Nodes of those hosts that can be reached in time. They are closed at the end, or when no host waits."""
+        """Nodes of the hosts that can be reached in time. They are closed at the end, or when no host waits."""
         nodes = self._nodes.helpers(hosts, _PATIENCE)
         until = time.monotonic() + _PATIENCE
         is_over = threading.Event()

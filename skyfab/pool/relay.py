@@ -26,10 +26,10 @@ from skyfab.session.fanout import Raised, for_each_host, results_of
 from skyfab.ui.events import Events
 
 Content = Buffer | Path | None
-"""Of an item: memory or a file of this machine; None: only other hosts have it."""
+"""The content of an item: memory or a file of this machine, or None if only other hosts have it."""
 Done = Callable[[Node, Exception | None], None]
 LEAST: Final = 4 << 20
-"""Bytes of a call that several hosts lack from which on they pass them on to each other."""
+"""Bytes that several hosts must lack of a call before they pass them on to each other."""
 FULL: Final = "free some space, or put the cache on another disk (cache = … in the inventory)"
 
 
@@ -40,7 +40,7 @@ class Relay:
         self._spec_of = spec_of
         self.events = events
         self.apart: set[frozenset[str]] = set()
-        """Pairs of hosts of which one could not connect to the other: they do not try again."""
+        """Pairs of hosts of which one could not connect to the other; they do not try again."""
 
     def send(
         self,
@@ -52,11 +52,11 @@ class Relay:
         progress: Progress = lambda node, done, total: None,
         done: Done = lambda node, error: None,
     ) -> dict[Node, Exception]:
-        """Puts items, by their sha256, into the stores of hosts; with `keep` into the part that outlives the pool.
+        """Puts items, by their sha256, into the stores of hosts; with `keep`, into the part that outlives the pool.
 
-        What a host has is not sent to it, and what `holders` have does not leave this machine. Returns the errors of
-        the hosts that did not get all items. `progress` is called with how many bytes a host has received, and how many
-        it lacked; `done` when a host has what came from the same holders, or has failed. Raises UsageError for a file
+        Does not send a host what it has, and does not send from here what `holders` have. Returns the errors of the
+        hosts that did not get all items. Calls `progress` with how many bytes a host has received and how many it
+        lacked, and `done` when a host has all items of the same holders, or has failed. Raises UsageError for a file
         of this machine that has changed.
         """
         groups: dict[tuple[Node, ...], dict[str, Content]] = {}
@@ -88,7 +88,7 @@ class Relay:
             for remote in remotes:
                 remote.stopped = stopped
                 ends.callback(remote.close)
-            ends.callback(stopped.set)  # after Ctrl-C, threads end with their next request
+            ends.callback(stopped.set)  # after Ctrl-C, threads end at their next request
             try:
                 found = _Items(items, keep, ends, [host for host in hosts if host.node in owners])
             except HostUnfit as error:
@@ -107,7 +107,7 @@ class Relay:
         return {node: error for node, error in errors.items() if node in nodes}
 
     def share(self, call: PackedCall, nodes: Sequence[Node]) -> None:
-        """Sends the large parts of a call to hosts that lack them. Returns at once: the call waits for them there."""
+        """Sends the large parts of a call to hosts that lack them. Returns immediately: the call waits for them."""
         payloads = (call.function.payload, call.arguments)
         parts = [(payload, part) for payload in payloads for part in payload.buffers if len(part) >= LARGE]
         if len(nodes) < 2 or sum(len(part) for _, part in parts) < LEAST:
@@ -126,7 +126,7 @@ class Relay:
             for name in reserved.pop(node, ()):
                 if error is None or isinstance(error, UsageError):  # it was modified
                     node.arrived(name, error, sessions[node])
-                elif node.session is sessions[node]:  # as a single host gets it, with the errors that it has then
+                elif node.session is sessions[node]:  # as to a single host, with the same errors
                     node.send_blob(name, content[name])
 
         def relay(lacking: Sequence[Node]) -> None:
@@ -143,7 +143,7 @@ class Relay:
             relay(())
 
     def send_project(self, tree: Tree, nodes: Sequence[Node]) -> None:
-        """Sends large files of the project that several hosts lack. Each of them is then asked what it still lacks."""
+        """Sends large files of the project that several hosts lack. Then each host is asked what it still lacks."""
         large = {name: path for name, path in tree.sources.items() if path.is_file() and path.stat().st_size >= LARGE}
         new = [node for node in nodes if not node.knows(tree)]
         if not large or len({machine_of(node) for node in new}) < 2:
@@ -158,7 +158,7 @@ class Relay:
         lacked = Counter(name for names in found.values() for name in names)
         items = {name: path for name, path in large.items() if lacked[name] > 1}
         if sum(path.stat().st_size for path in items.values()) >= LEAST:
-            with suppress(SkyfabError, OSError):  # each host then says what is wrong
+            with suppress(SkyfabError, OSError):  # each host then reports its own error
                 self.send(items, [node for node in found if not items.keys().isdisjoint(found[node])], keep=True)
 
 
@@ -166,7 +166,7 @@ class _Items:
     """The items of one relay: names, sizes, chunks and their hashes."""
 
     def __init__(self, items: Mapping[str, Content], keep: bool, ends: ExitStack, owners: Sequence[ChainHost]) -> None:
-        """Raises UsageError for a file that has changed since it was named; HostUnfit if hosts no longer have them."""
+        """Raises UsageError for a file that has changed since it was named; HostUnfit if hosts no longer have items."""
         self._items = [*items.items()]
         self._files: dict[int, int] = {}
         """Descriptors by the number of the item."""
@@ -190,7 +190,7 @@ class _Items:
                 self.sizes, hashes = owner.ask(tuple[list[int], str], "measure", self.names)
                 self.chunks, self.hashes = chunks_of(self.sizes), bytes.fromhex(hashes)
                 return
-        raise HostUnfit("no longer has what was to be sent from it", host=", ".join(owner.name for owner in owners))
+        raise HostUnfit("no longer has the content to relay", host=", ".join(owner.name for owner in owners))
 
     @property
     def about(self) -> tuple[Any, ...]:
@@ -212,13 +212,13 @@ class _Items:
         item, start, end = self.chunks[number]
         if item not in self._files:
             return memoryview(self._items[item][1])[start:end]  # type: ignore[arg-type]
-        data = os.pread(self._files[item], end - start, start)  # not mmap: a file that shrinks would end this program
+        data = os.pread(self._files[item], end - start, start)  # not mmap: a file that shrinks would crash this program
         if len(data) < end - start:
             raise self.changed(item)
         return data
 
     def changed(self, item: int) -> UsageError:
         if item in self._files:
-            return UsageError(f"{self._items[item][1]!s} has changed while it was sent", hint="send it again")
+            return UsageError(f"{self._items[item][1]!s} changed while it was being sent", hint="send it again")
         hint = "do not modify it until the call has ended, or pass a copy"
-        return UsageError("an argument has changed while it was sent", hint=hint)
+        return UsageError("an argument changed while it was being sent", hint=hint)

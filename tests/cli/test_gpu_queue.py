@@ -231,7 +231,7 @@ def test_a_gang_that_loses_a_host_while_it_waits_frees_the_others(queue: Queue, 
     kill_agent(namespaces["node2"], run)
     assert queue.runs("next") == ["0,1"]
     until(lambda: run.status != "running")
-    assert re.search("while it waited for GPUs: rank [23] has gone", raised(run))
+    assert re.search("while it waited for GPUs: rank [23] is gone", raised(run))
 
 
 def test_low_priority_gives_way(queue: Queue) -> None:

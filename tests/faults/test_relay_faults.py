@@ -196,8 +196,8 @@ def test_a_blob_that_is_damaged_on_a_disk(lab: Lab, open_pool: Callable[..., sky
     pool.events.subscribe(lambda event: notices.append(str(event)) if isinstance(event, Notice) else None)
     assert pool.relay.send({name: data}, pool.hosts) == {}
     has(pool, name, 1, 3, 4)
-    assert "node3: node2 sent a damaged chunk: takes the rest from node1" in notices
-    assert "node1: node2 sent a damaged chunk: takes the rest from this machine" in notices
+    assert "node3: node2 sent a damaged chunk; the rest comes from node1" in notices
+    assert "node1: node2 sent a damaged chunk; the rest comes from this machine" in notices
 
 
 @pytest.mark.slow

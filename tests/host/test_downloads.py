@@ -164,7 +164,7 @@ def test_a_small_file_that_another_host_has_changed_is_refused(downloads: Downlo
     name = hashlib.sha256(lie).hexdigest()
     Path(downloads.store).mkdir(parents=True)
     Path(downloads.store, name).write_bytes(lie)
-    with pytest.raises(OSError, match=r"config.json is not what the hub has"):
+    with pytest.raises(OSError, match=r"config.json does not match the hub"):
         downloads.lay_out("models--org--model", COMMIT, "main", [("config.json", git_hash(SMALL), name)])
 
 

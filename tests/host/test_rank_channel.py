@@ -265,9 +265,9 @@ def test_the_loss_of_rank_0_is_noticed_by_all(star: Star) -> None:
     star.head.close()
     for thread in threads:
         thread.join(10)
-    assert waiting == ["rank 0 has gone"] * 3
+    assert waiting == ["rank 0 is gone"] * 3
     for rank in ranks:
-        with pytest.raises(ChannelLost, match="rank 0 has gone"):
+        with pytest.raises(ChannelLost, match="rank 0 is gone"):
             rank.request({"op": "next"})
     assert not star.gone  # it ended them itself
 

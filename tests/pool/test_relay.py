@@ -121,7 +121,7 @@ def test_a_file(pool: sky.Compute, tmp_path: Path) -> None:
     assert max(seen) == (len(data), len(data))
     path.write_bytes(data[:-1] + b"x")
     other = hashlib.sha256(data + b"x").hexdigest()
-    with pytest.raises(sky.UsageError, match="changed while it was sent"):
+    with pytest.raises(sky.UsageError, match="changed while it was being sent"):
         pool.relay.send({other: path}, pool.hosts)
 
 

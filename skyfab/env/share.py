@@ -1,7 +1,7 @@
 """Packages that several hosts of a pool lack leave this machine once: the hosts pass them on to each other.
 
-They arrive in the hosts' content stores, where missing.sh finds them. Whatever goes wrong, each host is then sent what
-it still lacks, as a single one is.
+They arrive in the hosts' content stores, where missing.sh finds them. Afterwards, even if a relay fails, each host is
+sent what it still lacks, as a single host is.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _LOG: Final = logging.getLogger("skyfab")
 _LEAST: Final = 4 << 20
-"""Bytes that several hosts lack from which on they pass them on to each other."""
+"""Bytes that several hosts must lack before they pass them on to each other."""
 _LOOK: Final = 0.2
 """Seconds after which a waiting host checks whether the pool was closed."""
 
@@ -67,9 +67,9 @@ class Sharing:
             self._changed.notify_all()
 
     def share(self, lack: Lack, check: Callable[[], None]) -> bool:
-        """Waits until all hosts have said what they lack, and then until this one has received what others lack too.
+        """Waits until all hosts have reported what they lack, then until this one has received what others lack too.
 
-        Returns whether it may have received something: not if it comes too late, or again. `check` raises when the pool
+        Returns whether it may have received anything: not if it is too late, or repeated. `check` raises when the pool
         was closed.
         """
         name = lack.host.name
@@ -96,13 +96,13 @@ class Sharing:
             deliveries = self._deliveries()
             if sum(path.stat().st_size for each in deliveries for path in each.files.values()) >= _LEAST:
                 deliver(deliveries, self)
-        except (SkyfabError, OSError) as error:  # a host fails with it again if it is sent the same
+        except (SkyfabError, OSError) as error:  # if it persists, a host raises it when it is sent the same
             _LOG.debug("packages are not relayed: %s", error)
         finally:
             for lack in self._lacks:
                 self.settle(lack.host)
 
-    # ---- for what delivers
+    # ---- for the function that delivers
 
     @property
     def is_abandoned(self) -> bool:
@@ -114,13 +114,13 @@ class Sharing:
         next(lack.report for lack in self._lacks if lack.host is host).moved("pushing", done, total)
 
     def settle(self, host: Host) -> None:
-        """A host gets no more in this way."""
+        """A host gets nothing more from the relay."""
         with self._changed:
             self._expecting.discard(host.name)
             self._changed.notify_all()
 
     def _deliveries(self) -> list[Delivery]:
-        """What several hosts lack; one delivery for those that lack the same."""
+        """What several hosts lack: one delivery for each group of hosts that lack the same."""
         from skyfab.env.install import fetched  # late: most pools build no environment
 
         lacking: dict[Package, list[Host]] = {}
@@ -145,4 +145,4 @@ class Sharing:
 
 
 Deliver = Callable[[Sequence[Delivery], Sharing], None]
-"""Makes deliveries, and reports how they go: a method of the pool."""
+"""Makes deliveries and reports their progress: a method of the pool."""

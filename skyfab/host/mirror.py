@@ -1,4 +1,4 @@
-"""What a mirror takes of this host: files that are whole and that it does not have yet, the newest first."""
+"""The files of this host that a mirror fetches next: complete ones that it does not have yet, newest first."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
     State = tuple[int, ...]
 
 _QUIET: Final = (1.0, 0.4)
-"""Seconds without a change after which a file may be whole; and at the end, when nobody should write anymore."""
+"""Seconds without a change after which a file may be complete, during the run and at its end."""
 _PASS: Final = 64 << 20
-"""Bytes after which the folder is looked at again: a newer file comes before the rest."""
+"""Bytes after which the folder is scanned again: a newer file comes before the rest."""
 
 
 class News:
-    """What is new in the files of a mirror, and what has been taken."""
+    """What is new in the files of a mirror, and what has been fetched."""
 
     def __init__(self) -> None:
         self._taken: dict[bytes, State] = {}
         self._offered: dict[bytes, State] = {}
 
     def look(self, found: Iterable[tuple[Entry, bytes]], skipped: list[Skip], *, last: bool) -> tuple[Source, int, int]:
-        """The next entries, how many these are, and how many other files are changing.
+        """The next entries, their number, and the number of other files that are changing.
 
-        A file is whole if it does not change and no process of this user has it open for writing. At the end
-        (`last`) one that is open and does not change is a log.
+        A file is complete if it does not change and no process of this user has it open for writing. At the end
+        (`last`), a file that is open and does not change counts as complete, such as a log.
         """
         new: list[tuple[Entry, bytes, State]] = []
         changing, now = 0, time.time()
@@ -68,7 +68,7 @@ class News:
         return source, len(new), changing
 
     def take(self) -> list[bytes]:
-        """What was offered has been taken. Returns all that has been taken, as it was at the last look.
+        """What was offered has been fetched. Returns everything that has been fetched, as it was at the last scan.
 
         A file that had changed before it was read has another state, and is offered again.
         """
@@ -84,7 +84,7 @@ def _held(files: set[State]) -> set[State]:
     """Which of these files, by device and inode, a process of this user has open for writing."""
     found = set()
     for folder in glob.iglob("/proc/[0-9]*/fd") if files else ():
-        with contextlib.suppress(OSError):  # it has ended, or is another user's
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
             for fd in os.listdir(folder):
                 with contextlib.suppress(OSError):  # closed just now
                     file = _state(os.stat(f"{folder}/{fd}"))[:2]

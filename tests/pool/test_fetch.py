@@ -356,7 +356,7 @@ def test_it_is_resumed_after_a_kill(
         until(lambda: any(one.sent > 2 * MIB for one in hub.asked))
         first.send_signal(signal.SIGINT)
         said, _ = first.communicate(timeout=30)
-        assert (first.returncode, b"the same command continues" in said) == (130, True), said
+        assert (first.returncode, b"repeat the command to continue" in said) == (130, True), said
     hub.rate, before = 0, len(hub.asked)
     done = skyfab(tmp_path, "fetch", "hf://org/model", "--hosts=node1,node3", inventory=known)
     assert done.returncode == 0, done.stderr

@@ -75,12 +75,14 @@ def test_trials_are_pruned(pool: sky.Compute) -> None:
     study = optuna.create_study(pruner=pruner, sampler=optuna.samplers.RandomSampler(seed=1))
     pool.study(study, falling, n_trials=20)
     assert set(states(study)) == {"COMPLETE", "PRUNED"}
+    pruned = []
     for trial in study.trials:
         start, steps = trial.params["start"], len(trial.intermediate_values)
         assert trial.intermediate_values == {step: start - step / 100 for step in range(steps)}
         if trial.state.name == "PRUNED":
-            assert steps < 10
+            pruned.append(steps)
             assert trial.value == trial.intermediate_values[steps - 1]
+    assert min(pruned) < 10  # some only after their last step: which trials run beside each other varies
 
 
 def test_a_failure_ends_the_study_and_all_trials(pool: sky.Compute, study: Any) -> None:

@@ -90,7 +90,7 @@ def show_runs(found: Sequence[Run]) -> None:
 
 
 def _row(run: Run) -> tuple[str, ...]:
-    from skyfab.detached.folder import phase_of
+    from skyfab.detached.folder import error_of, phase_of
 
     hosts = ", ".join(run.hosts)
     for what, names in (("not asked", run.unasked), ("no response", run.silent)):
@@ -98,12 +98,13 @@ def _row(run: Run) -> tuple[str, ...]:
     phase = phase_of(run.parts) if run.state == "running" else None
     failed = f", {len(run.failed)} failed" if run.state == "running" and run.failed else ""
     state, last = (phase.phase, phase.text or run.last) if phase else (run.state, run.last)
+    last = (error_of(run.parts) or last) if state == "failed" else last
     return (run.id[:8], state + failed, _moment(run.started), str(run.world_size), _busy(run), hosts, run.name, last)
 
 
 def facts_of(run: Run) -> dict[str, Any]:
     """A run, as `--json` prints it. Programs rely on the names."""
-    from skyfab.detached.folder import phase_of
+    from skyfab.detached.folder import error_of, phase_of
 
     return {
         "id": run.id,
@@ -120,6 +121,7 @@ def facts_of(run: Run) -> dict[str, Any]:
             part.host: [{"percent": gpu.percent, "bytes": gpu.memory} for gpu in part.gpus or ()] for part in run.parts
         },
         "last": run.last,
+        "error": error_of(run.parts),
         "phase": None if (phase := phase_of(run.parts)) is None else asdict(phase),
     }
 
@@ -160,6 +162,7 @@ def logs(
         skyfab logs night -f --rank=0
         skyfab logs night --since=10m --timestamps
     """
+    from skyfab.detached.folder import error_of
     from skyfab.detached.run import attached
 
     begin = _age(since)
@@ -175,7 +178,8 @@ def logs(
     if follow:
         fetch_remembered(found)
     if found.state == "failed":
-        print(HINTS.adapted(f"the run failed; to see why: skyfab attach {id_}"), file=sys.stderr)
+        why = f": {clean(error, colour=False)}" if (error := error_of(found.parts)) else ""
+        print(HINTS.adapted(f"the run failed{why}\nto see the traceback: skyfab attach {id_}"), file=sys.stderr)
     return 0
 
 

@@ -77,6 +77,8 @@ class Part:
     """The name of the pool that its workers belong to."""
     last: str = ""
     """The last line that a rank wrote on this host."""
+    error: str = ""
+    """What the first rank that failed on this host has raised."""
     phase: Phase | None = None
     """That of the first rank on this host that has noted one."""
     gpus: tuple[Usage, ...] | None = None
@@ -100,6 +102,12 @@ class Part:
 def phase_of(parts: Iterable[Part]) -> Phase | None:
     """The phase of a run: that of its first host that has noted one; None if it has not, or is not running there."""
     return next((part.phase for part in parts if part.phase is not None and part.state == "running"), None)
+
+
+def error_of(parts: Iterable[Part]) -> str:
+    """What the rank that failed first has raised, in one line; empty if that is not known."""
+    errors = [(min(part.failed.values(), default=0.0), part.error) for part in parts if part.error]
+    return min(errors)[1][:200] if errors else ""
 
 
 def question(run: str = "", *, ended: int | None = None, gpus: bool = False) -> Question[list[Part]]:

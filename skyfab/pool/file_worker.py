@@ -28,7 +28,7 @@ from skyfab.protocol import codec, messages
 from skyfab.session.replies import Reply
 
 _FULL: Final = (errno.ENOSPC, errno.EDQUOT)
-_FULL_HINT: Final = "free some space on it, or send to another disk (to=…, --to=…)"
+_FULL_HINT: Final = "free some space on it, or use another disk (to=…, --to=…; --workdir=… of run)"
 AGAIN: Final = "run it again: it resumes where it stopped"
 _workers = itertools.count(1)
 

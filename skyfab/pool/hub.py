@@ -84,6 +84,8 @@ def find(source: str, page: Page) -> Found:
     parts = urlsplit(source)
     if parts.scheme not in ("http", "https") or not parts.netloc:
         hint = "expected hf://ORG/MODEL, hf://datasets/ORG/NAME or https://HOST/FILE#sha256=HEX"
+        if re.fullmatch(rf"{_NAME}/{_NAME}(@\S+)?", source):
+            hint = f"did you mean hf://{source}?"
         raise UsageError(f"cannot fetch {source}", hint=hint)
     if parts.username is not None:
         raise UsageError(f"cannot fetch from {parts.hostname}: the URL contains a user name or password")
@@ -91,7 +93,10 @@ def find(source: str, page: Page) -> Found:
     path = unquote(parts.path).rpartition("/")[2]
     url = parts._replace(fragment="").geturl()
     if not _HEX64.fullmatch(digest):
-        raise UsageError(f"{url}: expected the sha256 of the file", hint=f"write {url}#sha256=HEX")
+        what = f"{digest!r} is not a sha256 (64 hexadecimal digits)" if digest else "expected the sha256 of the file"
+        page_of = re.fullmatch(rf"{re.escape(endpoint())}/((datasets/)?{_NAME}/{_NAME})/?", url)
+        hint = f"did you mean hf://{page_of[1]}?" if page_of else f"write {url.partition('#')[0]}#sha256=HEX"
+        raise UsageError(f"{url}: {what}", hint=hint)
     if not _is_path(path):
         raise UsageError(f"{url} does not end with a file name")
     status, why, size, _ = page(url, "", 0)

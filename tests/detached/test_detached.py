@@ -510,8 +510,9 @@ def test_the_log_of_a_run_that_failed_says_where_the_error_is(namespaces: Lab, t
     shown = skyfab(namespaces, "logs", name)
     assert (shown.stdout, shown.stderr) == (
         "local before\n",
-        f"the run failed; to see why: skyfab attach {name}\n",
+        f"the run failed: KeyError: 'lr'\nto see the traceback: skyfab attach {name}\n",
     )
+    assert "KeyError: 'lr'" in skyfab(namespaces, "runs").stdout
     assert "KeyError: 'lr'" in skyfab(namespaces, "attach", name).stderr
 
 

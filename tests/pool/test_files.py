@@ -326,7 +326,7 @@ def test_not_enough_space(files: Files, here: Path, nodes: list[Any], monkeypatc
     nodes[0].says = {"receive": b'{"value": ["/data", "a", 1999]}', "compare": b'{"value": [[0, "missing", 0, ""]]}'}
     with pytest.raises(sky.HostUnfit, match=r"they need 2\.0 kB, 2\.0 kB is free") as raised:
         files.upload("a", None, nodes[:1])
-    assert raised.value.hint == "free some space on it, or send to another disk (to=…, --to=…)"
+    assert raised.value.hint == "free some space on it, or use another disk (to=…, --to=…; --workdir=… of run)"
     nodes[0].says["receive"] = b'{"errno": 28, "text": "No space left on device"}'
     nodes[1].says["receive"] = b'{"errno": 13, "text": "Permission denied"}'
     with pytest.raises(sky.PoolError, match="2 of 2 hosts failed"):
@@ -396,8 +396,8 @@ def test_values_have_the_data_that_follows_at_their_end() -> None:
 @pytest.mark.parametrize(
     ("number", "hint"),
     [
-        (errno.ENOSPC, "free some space on it, or send to another disk (to=…, --to=…)"),
-        (errno.EDQUOT, "free some space on it, or send to another disk (to=…, --to=…)"),
+        (errno.ENOSPC, "free some space on it, or use another disk (to=…, --to=…; --workdir=… of run)"),
+        (errno.EDQUOT, "free some space on it, or use another disk (to=…, --to=…; --workdir=… of run)"),
         (errno.ESTALE, "run it again: it resumes where it stopped"),
         (errno.EACCES, None),
         ("null", None),

@@ -68,7 +68,7 @@ def test_patterns(hub: Hub) -> None:
         ("hf://org/model@../../x", "invalid revision"),
         ("hf://org/model@", "invalid revision"),
         ("https://host/file.bin", "hint: write https://host/file.bin#sha256=HEX"),
-        ("https://host/file.bin#sha256=abc", "expected the sha256"),
+        ("https://host/file.bin#sha256=abc", "'abc' is not a sha256"),
         (f"https://host/#sha256={'0' * 64}", "does not end with a file name"),
         (f"https://host/..%2F..%2F..#sha256={'0' * 64}", "does not end with a file name"),
         (f"https://ada:pw@host/x#sha256={'0' * 64}", "the URL contains a user name or password"),
@@ -164,3 +164,19 @@ def test_a_server_that_nobody_reaches(hub: Hub, monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(sky.SkyfabError, match="cannot reach") as failed:
         look("hf://org/model")
     assert failed.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("org/model", "hf://org/model"),
+        ("org/model@v2", "hf://org/model@v2"),
+        ("https://huggingface.co/org/model", "hf://org/model"),
+        ("https://huggingface.co/datasets/org/name/", "hf://datasets/org/name"),
+    ],
+)
+def test_what_was_probably_meant(typed: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("HF_ENDPOINT", raising=False)
+    with pytest.raises(sky.UsageError) as caught:
+        find(typed, lambda *asked: pytest.fail("asked a server"))
+    assert caught.value.hint == f"did you mean {meant}?"

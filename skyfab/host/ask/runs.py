@@ -58,10 +58,24 @@ def _described(run: str) -> dict[str, Any] | None:
             "changed": os.stat(f"{run}/status").st_mtime,
             "pool": _pool_of(run),
             "last": last_line(f"{run}/logs"),
+            "error": _error(run, status["failed"]),
             "phase": next((json.loads(text) for rank in about["ranks"] if (text := read(f"{run}/phase.{rank}"))), None),
         }
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return None
+
+
+def _error(run: str, failed: dict[str, float]) -> str:
+    """What the rank that failed first has raised, in one line; empty if none has."""
+    for rank in sorted(failed, key=lambda rank: failed[rank]):
+        try:
+            with open(f"{run}/result.{rank}", "rb") as file:
+                message = json.loads(file.read(int.from_bytes(file.read(4), "big")))
+            kind, text = message.get("kind", ""), message["text"].strip().split("\n")[0][:_TAIL]
+            return text if kind.startswith("skyfab.") else f"{kind.removeprefix('builtins.')}: {text}".strip(": ")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):  # its disk was full
+            continue
+    return ""
 
 
 def listed(folder: str) -> list[str]:

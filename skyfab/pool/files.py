@@ -221,9 +221,12 @@ class Files:
         finally:
             stopped.set()  # after Ctrl-C, threads end with their next request
         errors = [outcome.error for outcome in outcomes if isinstance(outcome, Raised)]
-        if errors:
-            raise one_error(errors, len(nodes))
         reports = [outcome for outcome in outcomes if isinstance(outcome, Report)]
+        if errors:
+            for report in reports:
+                if report.entries:  # what has been done on other hosts is not lost
+                    self._events.emit(Notice(host=report.host, text=str(report).removeprefix(f"{report.host}: ")))
+            raise one_error(errors, len(nodes))
         for report in reports:
             for path, why in report.skipped[:_SHOWN]:
                 self._events.emit(Notice(host=report.host, text=f"skipped {path}: {why}"))

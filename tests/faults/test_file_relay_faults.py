@@ -159,9 +159,14 @@ def test_a_disk_that_is_too_small(lab: Lab, hosts_of: Callable[..., list[sky.Hos
     try:
         with sky.Compute(hosts_of("openssh", 3), ui="none") as pool:
             before = host.address, pool.hosts[1].session.moved[0]
+            said: list[str] = []
+            pool.events.subscribe(lambda event: said.append(str(event)) if isinstance(event, Notice) else None)
             with pytest.raises(sky.HostUnfit, match="not enough space for these files") as raised:
                 pool.upload("vast", to=f"{SMALL}/")
-            assert raised.value.host == "node2" and "send to another disk" in str(raised.value.hint)
+            assert raised.value.host == "node2" and "use another disk" in str(raised.value.hint)
+            assert [line.partition("; sent 1, 50 MB")[0] for line in sorted(said)] == [
+                f"node{number}: 1 file, 50 MB" for number in (1, 3)
+            ]
             assert pool.hosts[1].session.moved[0] - before[1] < MIB
             for number in (1, 3):
                 assert pool.submit(state(f"{SMALL}/vast"), on=f"node{number}").result() == {

@@ -1,19 +1,28 @@
 import asyncio
 import skyfab as sky
 
+
 @sky.function
 def f(x):
     print("f", x)
     return x + 1
+
+
 @sky.function
 def g(x):
     return x * 10
+
+
 @sky.function
 def square(x):
     return x * x
+
+
 @sky.function
 def bad(x):
     return {}[x]
+
+
 if __name__ == "__main__":
     with sky.Compute("all") as compute:
         print(f(1) >> compute, f(1) @ compute)

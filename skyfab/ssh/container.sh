@@ -24,7 +24,7 @@ for e in $l; do
     *true) run "$e" exec -i ${t:+"$t"} "$n" "$@";;
     *false) w="its container $n is not running|$e start $n";;
     *"o such container"*) w=${w:-"it has no container $n|$e ps --all"};;
-    *) w="$e does not work: $(echo "$s" | tail -n 1)|$e ps";;
+    *) test "${w%" is not running|"*}" = "$w" && w="$e does not work: $(echo "$s" | tail -n 1)|$e ps";;
   esac
 done
 echo "${w:-"it has neither ${l% *} nor ${l#* }, or not on the PATH of its login shell|command -v $l"}" >&2

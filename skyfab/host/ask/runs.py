@@ -58,7 +58,7 @@ def _described(run: str) -> dict[str, Any] | None:
             "changed": os.stat(f"{run}/status").st_mtime,
             "pool": _pool_of(run),
             "last": last_line(f"{run}/logs"),
-            "error": _error(run, status["failed"]),
+            "error": _error(run, status.get("failed") or {}),
             "phase": next((json.loads(text) for rank in about["ranks"] if (text := read(f"{run}/phase.{rank}"))), None),
         }
     except (OSError, ValueError, RecursionError, KeyError, TypeError):

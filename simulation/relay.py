@@ -68,9 +68,7 @@ class RelayWorker:
             self._agent.reply(stream, messages.Result(parts=[len(payload.data)], plain=True), payload)
             self._agent.flush()
 
-    def _on_open(
-        self, stream: int, items: Sequence[tuple[str, int]], hashes: bytes, keep: bool, keys: tuple[str, str]
-    ) -> tuple[Any]:
+    def _on_open(self, stream: int, items: Sequence[tuple[str, int]], keep: bool, keys: tuple[str, str]) -> tuple[Any]:
         self._names = [name for name, _ in items]
         self._sizes = [end - start for _, start, end in chunks_of([size for _, size in items])]
         lacking = [number for number, name in enumerate(self._names) if name not in self._host.blobs]
@@ -101,7 +99,7 @@ class RelayWorker:
             self._source._children.remove(self)  # noqa: SLF001
             self._source = None
 
-    def _on_look(self, stream: int, seconds: float) -> None:
+    def _on_look(self, stream: int, seconds: float, first: int, hashes: bytes) -> None:
         def answer() -> None:
             if answer in self._looking:
                 self._looking.remove(answer)
@@ -110,7 +108,7 @@ class RelayWorker:
         self._looking.append(answer)
         self._loop.after(0 if self._problem or self.at == len(self._sizes) else seconds, answer)
 
-    def _on_chunk(self, stream: int, number: int, data: Any) -> tuple[Any]:
+    def _on_chunk(self, stream: int, number: int, checksum: bytes, data: Any) -> tuple[Any]:
         self._leave()
         if number == self.at:
             self._arrived()

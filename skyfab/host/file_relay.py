@@ -20,12 +20,10 @@ _CHANGED = "it was changed"
 class FileRelay(HostRelay):
     """Items are large files, or packs of small ones, each of which is one chunk."""
 
-    def __init__(
-        self, target: Target, items: Sequence[list[list[int]]], step: int, hashes: bytes, keys: tuple[str, str]
-    ) -> None:
+    def __init__(self, target: Target, items: Sequence[list[list[int]]], step: int, keys: tuple[str, str]) -> None:
         """`items` are lists of files: number, size and time. `step` is the size of chunks. Raises OSError."""
         sizes = [sum(size for _, size, _ in files) for files in items]
-        super().__init__(chunks_of(sizes, step), hashes, keys)
+        super().__init__(chunks_of(sizes, step), keys)
         self._target = target
         self._items = items
         self._memory = memoryview(bytearray(max((end - start for _, start, end in self._chunks), default=0)))
@@ -34,24 +32,28 @@ class FileRelay(HostRelay):
         self._skipped: set[int] = set()
         """Items that are not sent because their files have changed on the client."""
         self._lock = threading.Lock()
-        self.lacks = [(item, self._resume(item)) for item in range(len(items))]
-        """Numbers of items, each with how much of it is already there."""
-        there = dict(self.lacks)
-        self._missing = [number for number, (item, start, _) in enumerate(self._chunks) if start >= there[item]]
+        self.lacks = [(item, self._begun(item)) for item in range(len(items))]
+        """Numbers of items, each with how much of it is already there, before `resume` undamaged or not."""
+        self._missing = range(len(self._chunks))
 
-    def _resume(self, item: int) -> int:
-        """How much an earlier transfer left of an item: whole undamaged chunks, except for the last one."""
+    def _begun(self, item: int) -> int:
+        """How much an earlier transfer left of an item: whole chunks, except for the last one."""
         if self._is_pack(item) or not self._target.begun(self._items[item][0][0]):
             return 0
-        size, there = self._open(item), 0
-        for number, (one, start, end) in enumerate(self._chunks):
-            if one != item:
-                continue
-            is_last = number + 1 == len(self._chunks) or self._chunks[number + 1][0] != item
-            if is_last or end > size or not self._is_right(number, os.pread(self._drafts[item], end - start, start)):
-                break
-            there = end
-        return there
+        size = self._open(item)
+        ends = [end for one, _, end in self._chunks if one == item]
+        return max((end for end in ends[:-1] if end <= size), default=0)
+
+    def resume(self) -> list[tuple[int, int]]:
+        """Keeps what is there of items, up to the first damaged chunk; all their hashes have come. Returns `lacks`."""
+        there = dict.fromkeys(range(len(self._items)), 0)
+        for number, (item, start, end) in enumerate(self._chunks):
+            if end <= self.lacks[item][1] and start == there[item]:
+                data = os.pread(self._drafts[item], end - start, start)
+                there[item] = end if self._is_right(number, data) else start
+        self.lacks = [*there.items()]
+        self._missing = [number for number, (item, start, _) in enumerate(self._chunks) if start >= there[item]]
+        return self.lacks
 
     def _open(self, item: int) -> int:
         """Opens the draft of a large file. Returns its size."""

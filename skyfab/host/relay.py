@@ -54,20 +54,23 @@ def hash_of(chunk: Buffer) -> bytes:
     return hashlib.blake2b(chunk, digest_size=HASH).digest()
 
 
-def measure(names: Sequence[str]) -> tuple[list[int], str]:
-    """Sizes of items in this host's store, and the hashes of their chunks. Raises FileNotFoundError."""
+def measure(names: Sequence[str], first: int, last: int) -> tuple[list[int], str]:
+    """Sizes of items in this host's store, and the hashes of some of their chunks. Raises FileNotFoundError."""
     areas = [map_blob(own_stores(), check_name(name)) for name in names]
-    found = [hash_of(areas[item][start:end]) for item, start, end in chunks_of([*map(len, areas)])]
-    return [*map(len, areas)], b"".join(found).hex()
+    chunks = chunks_of([*map(len, areas)])[first:last]
+    return [*map(len, areas)], b"".join(hash_of(areas[item][start:end]) for item, start, end in chunks).hex()
 
 
 class HostRelay:
-    """One host of a relay: what it has, its source for the rest, and the hosts that take chunks from it."""
+    """One host of a relay: what it has, its source for the rest, and the hosts that take chunks from it.
 
-    def __init__(self, chunks: Sequence[tuple[int, int, int]], hashes: bytes, keys: tuple[str, str]) -> None:
+    The client sends the hashes of chunks, while it computes them: a chunk of another host may have to wait for its own.
+    """
+
+    def __init__(self, chunks: Sequence[tuple[int, int, int]], keys: tuple[str, str]) -> None:
         """`keys` are the certificate and key of channels."""
         self._chunks = chunks
-        self._hashes = hashes
+        self._hashes: dict[int, bytes] = {}
         self._keys = keys
         self._changed = threading.Condition()
         self._source: tuple[Channel, threading.Thread] | None = None
@@ -76,6 +79,8 @@ class HostRelay:
         self._missing: Sequence[int] = ()
         self._count = 0
         """How many of the missing ones have arrived."""
+        self._needs_hash = False
+        """A chunk has arrived whose hash has not."""
         atexit.register(self.close)
 
     # ---- items
@@ -118,6 +123,7 @@ class HostRelay:
         if self._source is not None:
             channel, thread = self._source
             channel.close()
+            self._stop(BROKEN)
             thread.join()  # it writes no more
         self._source, self._problem = None, ""
 
@@ -132,11 +138,21 @@ class HostRelay:
                 except NotSent:
                     self._skip(wanted[0])
                     continue
-                if not self._check(wanted[0], area):
+                if not (self._await_hash(wanted[0]) and self._check(wanted[0], area)):
                     break
         except ChannelBroken:
             self._stop(BROKEN)
         channel.close()
+
+    def _await_hash(self, number: int) -> bool:
+        """Waits for the hash of a chunk that has arrived. Returns False if the host leaves its source before."""
+        with self._changed:
+            while number not in self._hashes and not self._problem:
+                self._needs_hash = True
+                self._changed.notify_all()
+                self._changed.wait()
+            self._needs_hash = False
+            return number in self._hashes
 
     def _check(self, number: int, chunk: memoryview) -> bool:
         """Accepts a chunk if it matches its hash."""
@@ -153,7 +169,7 @@ class HostRelay:
         return True
 
     def _is_right(self, number: int, chunk: Buffer) -> bool:
-        return hash_of(chunk) == self._hashes[HASH * number : HASH * (number + 1)]
+        return hash_of(chunk) == self._hashes.get(number)
 
     def _came(self) -> None:
         with self._changed:
@@ -165,25 +181,36 @@ class HostRelay:
             self._problem = problem
             self._changed.notify_all()
 
-    def chunk(self, number: int, data: memoryview) -> tuple[int, str, int]:
+    def chunk(self, number: int, checksum: bytes, data: memoryview) -> tuple[int, str, int]:
         """Takes a chunk from the client if it is the next one. Without data, the client does not have it."""
         self._leave_source()
+        self._learn(number, checksum)
         if number == self._at and not data:
             self._skip(number)
         elif number == self._at:
             self._check(number, data)
-        return self.look(0)
+        return self.look(0, 0, b"")
 
-    def look(self, seconds: float) -> tuple[int, str, int]:
+    def look(self, seconds: float, first: int, hashes: bytes) -> tuple[int, str, int]:
         """The first chunk that it lacks, why it gets no more, and how many bytes its source has sent.
 
-        Waits until it has all chunks or gets no more, or for some time. Raises OSError if it could not write one.
+        Takes the hashes of chunks from `first` on. Waits until it has all chunks, gets no more or needs further hashes,
+        or for some time. Raises OSError if it could not write a chunk.
         """
+        self._learn(first, hashes)
         with self._changed:
-            self._changed.wait_for(lambda: self._problem or self._at == len(self._chunks), seconds)
+            self._changed.wait_for(lambda: self._problem or self._needs_hash or self._at == len(self._chunks), seconds)
             if self._error is not None:
                 raise self._error
             return self._at, self._problem, self._source[0].received if self._source is not None else 0
+
+    def _learn(self, first: int, hashes: bytes) -> None:
+        with self._changed:
+            for place in range(0, len(hashes), HASH):
+                self._hashes[first + place // HASH] = hashes[place : place + HASH]
+            if hashes:
+                self._needs_hash = False
+            self._changed.notify_all()
 
     # ---- sending
 
@@ -212,12 +239,12 @@ class HostRelay:
 class StoreRelay(HostRelay):
     """Items are content of the host's store, named by its sha256. New ones are written into drafts."""
 
-    def __init__(self, items: Sequence[tuple[str, int]], hashes: bytes, keep: bool, keys: tuple[str, str]) -> None:
+    def __init__(self, items: Sequence[tuple[str, int]], keep: bool, keys: tuple[str, str]) -> None:
         """`items` are names and sizes. Those that the store lacks get drafts of their full size. Raises OSError.
 
         With `keep` they are stored in the cache, else with the pool.
         """
-        super().__init__(chunks_of([size for _, size in items]), hashes, keys)
+        super().__init__(chunks_of([size for _, size in items]), keys)
         self._names = [check_name(name) for name, _ in items]
         self._folder = own_stores()[1 if keep else 0]
         self.drafts: dict[int, str] = {}

@@ -19,7 +19,7 @@ from skyfab._util.certificate import new_certificate
 from skyfab.errors import HostUnfit, ProtocolError, SkyfabError, UsageError
 from skyfab.files.transfer import Side
 from skyfab.host.channel import endpoints_of
-from skyfab.host.relay import BROKEN, DAMAGED
+from skyfab.host.relay import BROKEN, DAMAGED, HASH
 from skyfab.pool.addresses import meeting_addresses
 from skyfab.pool.file_worker import Answer
 from skyfab.pool.node import Node
@@ -41,6 +41,8 @@ _BEHIND: Final = 4
 """How many chunks a host may be behind its source without being slow."""
 _RESPONSE: Final = 5.0
 """Seconds for another host to open a port."""
+_HASHED: Final = 64
+"""Hashes that a host has ahead of what it has received: chunks are then read again while they are in memory."""
 
 
 def plan(count: int) -> list[int | None]:
@@ -56,11 +58,39 @@ def plan(count: int) -> list[int | None]:
     return [place - 1 if place % CHAIN else heads[place // CHAIN] for place in range(count)]
 
 
+class Hashes:
+    """The hashes of chunks, computed one after another when they are needed. Thread-safe."""
+
+    def __init__(self, source: Iterator[bytes]) -> None:
+        """`source` computes the next one. What it raises, all who ask for further hashes get."""
+        self._source = source
+        self._found = bytearray()
+        self.error: Exception | None = None
+        """Why there are no further hashes."""
+        self._lock = threading.Lock()
+
+    def some(self, first: int, last: int) -> bytes:
+        """Those of some chunks; the first of these if computing them takes long."""
+        until = time.monotonic() + _LOOK
+        while len(self._found) < last * HASH and (len(self._found) <= first * HASH or time.monotonic() < until):
+            with self._lock:
+                if self.error is not None:
+                    raise self.error
+                if len(self._found) < last * HASH:
+                    try:
+                        self._found += next(self._source)
+                    except Exception as error:
+                        self.error = error
+                        raise
+        return bytes(self._found[first * HASH : last * HASH])
+
+
 class Items(Protocol):
     """What is relayed."""
 
     chunks: list[tuple[int, int, int]]
     """For each chunk, the number of its item, and where it begins and ends in it."""
+    hashes: Hashes
     is_here: bool
 
     @property
@@ -95,6 +125,8 @@ class ChainHost:
         """The total size of the first N of these, for each N."""
         self.at = 0
         """The first chunk that it lacks."""
+        self.hashed = 0
+        """The first chunk whose hash it lacks."""
         self.problem = ""
         self._received = 0
         self.heard = self.moved = time.monotonic()
@@ -202,6 +234,10 @@ class Chain:
     def _open(self, host: ChainHost) -> None:
         keys = self._keys or ("", "")
         lacks = dict(host.ask(list[tuple[int, int]], "open", *self._items.about, keys))
+        if begun := [number for number, (item, _, end) in enumerate(self._items.chunks) if end <= lacks.get(item, 0)]:
+            while host.hashed <= begun[-1]:
+                host.remote.ask("look", 0, *self._hashes(host, begun[0], begun[-1] + 1)).result()
+            lacks = dict(host.ask(list[tuple[int, int]], "resume"))
         host.missing = [
             number for number, (item, start, _) in enumerate(self._items.chunks) if start >= lacks.get(item, start + 1)
         ]
@@ -215,7 +251,8 @@ class Chain:
         host.begin(self._choose(host))
         while host.at < self._total and (source := host.source) is not None:
             pause = min(_LOOK, 0.02 + (time.monotonic() - began) / 10)  # other hosts may wait until this one listens
-            self._note(host, host.remote.ask("look", pause))
+            hashes = self._hashes(host, host.at, min(host.at + _HASHED, self._total))
+            self._note(host, host.remote.ask("look", pause, *hashes))
             if host.at < self._total and (why := host.why_leave(source)):
                 host.avoided.add(source)
                 host.begin(self._choose(host))
@@ -223,6 +260,13 @@ class Chain:
                 self._events.emit(Notice(host=host.name, text=f"{source.name} {why}; the rest comes from {now}"))
         if host.at < self._total:
             self._feed(host)
+
+    def _hashes(self, host: ChainHost, first: int, last: int) -> tuple[int, bytes]:
+        """The hashes of some chunks, without those that the host has; and the number of the first of these."""
+        first = max(first, host.hashed)
+        hashes = self._items.hashes.some(first, last) if first < last else b""
+        host.hashed = max(host.hashed, first + len(hashes) // HASH)
+        return first, hashes
 
     def _note(self, host: ChainHost, answer: Any) -> None:
         host.note(answer, self._total)
@@ -269,7 +313,8 @@ class Chain:
         """Sends a host what it lacks from this machine."""
         waiting: deque[Any] = deque()
         for number in host.missing[bisect_left(host.missing, host.at) :]:
-            waiting.append(host.remote.ask("chunk", number, self._items.read(number)))
+            hashed = self._items.hashes.some(number, number + 1)
+            waiting.append(host.remote.ask("chunk", number, hashed, self._items.read(number)))
             if len(waiting) == _WINDOW:
                 self._note(host, waiting.popleft())
         while waiting:

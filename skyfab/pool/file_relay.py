@@ -17,7 +17,7 @@ from skyfab.files.source import SMALL, Source, opened
 from skyfab.files.transfer import FILES, Transfer
 from skyfab.host.relay import chunks_of, hash_of, step_of
 from skyfab.pool.addresses import machine_of
-from skyfab.pool.chain import Chain, ChainHost
+from skyfab.pool.chain import Chain, ChainHost, Hashes
 from skyfab.pool.file_worker import Answer, Remote
 from skyfab.pool.node import Node
 from skyfab.pool.relay import LEAST, Relay
@@ -150,28 +150,16 @@ class _Files:
     is_here = True
 
     def __init__(self, member: _Member, numbers: Sequence[int]) -> None:
-        """Reads and hashes all files."""
         self._paths = member.source.paths
         self.items = [*_packs([(number, *member.transfer.listed(number)) for number in numbers])]
-        self._step = step_of(sum(map(_size, self.items)))
-        hashes = {item: self._hashed(item) for item in range(len(self.items)) if not member.remote.stopped.is_set()}
-        self.items = [files for item, files in enumerate(self.items) if hashes.get(item)]
-        self._hashes = b"".join(filter(None, hashes.values()))
-        self.chunks = chunks_of([*map(_size, self.items)], self._step)
+        sizes = [*map(_size, self.items)]
+        self._step = step_of(sum(sizes))
+        self.chunks = chunks_of(sizes, self._step)
+        self.hashes = Hashes(hash_of(self._content(*chunk)) for chunk in self.chunks)
 
     @property
     def about(self) -> tuple[Any, ...]:
-        return self.items, self._step, self._hashes
-
-    def _hashed(self, item: int) -> bytes:
-        """The hashes of an item's chunks; empty if a file has changed."""
-        hashes = b""
-        for start in range(0, size := _size(self.items[item]), self._step):
-            data = self._content(item, start, min(start + self._step, size))
-            if not data:
-                return b""
-            hashes += hash_of(data)
-        return hashes
+        return self.items, self._step
 
     def read(self, number: int) -> bytes:
         """The content of a chunk; empty if a file has changed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
@@ -13,10 +13,10 @@ from typing import Any, Final
 
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.project import Tree
-from skyfab.errors import HostUnfit, SkyfabError, UsageError
-from skyfab.host.relay import chunks_of, hash_of
+from skyfab.errors import HostUnfit, ProtocolError, SkyfabError, UsageError
+from skyfab.host.relay import HASH, chunks_of, hash_of
 from skyfab.pool.addresses import machine_of
-from skyfab.pool.chain import Chain, ChainHost, Progress
+from skyfab.pool.chain import Chain, ChainHost, Hashes, Progress
 from skyfab.pool.file_worker import Remote
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol.blobs import LARGE, name_of
@@ -30,6 +30,8 @@ Content = Buffer | Path | None
 Done = Callable[[Node, Exception | None], None]
 LEAST: Final = 4 << 20
 """Bytes that several hosts must lack of a call before they pass them on to each other."""
+_MEASURED: Final = 16
+"""Hashes of one reply of a host that has the items."""
 FULL: Final = "free some space, or put the cache on another disk (cache = … in the inventory)"
 
 
@@ -90,7 +92,10 @@ class Relay:
                 ends.callback(remote.close)
             ends.callback(stopped.set)  # after Ctrl-C, threads end at their next request
             try:
-                found = _Items(items, keep, ends, [host for host in hosts if host.node in owners])
+                if None in items.values():
+                    found: _Items = _OthersItems([*items], keep, [host for host in hosts if host.node in owners])
+                else:
+                    found = _OwnItems(items, keep, ends)
             except HostUnfit as error:
                 return dict.fromkeys(nodes, error)
             chain = Chain(found, hosts, len(nodes), self.events, self.apart, progress)
@@ -104,6 +109,8 @@ class Relay:
                 done(host.node, errors.get(host.node))
 
             results_of(for_each_host(fill, hosts, most=len(hosts)))  # each waits for the one before it
+            if isinstance(found.hashes.error, UsageError):
+                raise found.hashes.error
         return {node: error for node, error in errors.items() if node in nodes}
 
     def share(self, call: PackedCall, nodes: Sequence[Node]) -> None:
@@ -165,53 +172,66 @@ class Relay:
 class _Items:
     """The items of one relay: names, sizes, chunks and their hashes."""
 
-    def __init__(self, items: Mapping[str, Content], keep: bool, ends: ExitStack, owners: Sequence[ChainHost]) -> None:
-        """Raises UsageError for a file that has changed since it was named; HostUnfit if hosts no longer have items."""
-        self._items = [*items.items()]
-        self._files: dict[int, int] = {}
-        """Descriptors by the number of the item."""
+    is_here = True
+    hashes: Hashes
+
+    def __init__(self, names: Sequence[str], sizes: Sequence[int], keep: bool) -> None:
+        self._named = [*zip(names, sizes, strict=True)]
         self._keep = keep
-        self.names = [*items]
-        self.is_here = None not in items.values()
-        if self.is_here:
-            for item, content in enumerate(items.values()):
-                if isinstance(content, Path):
-                    self._files[item] = os.open(content, os.O_RDONLY)
-                    ends.callback(os.close, self._files[item])
-            self.sizes = [
-                os.fstat(self._files[item]).st_size if item in self._files else len(content)  # type: ignore[arg-type]
-                for item, content in enumerate(items.values())
-            ]
-            self.chunks = chunks_of(self.sizes)
-            self.hashes = b"".join(self._hashed())
-            return
-        for owner in owners:
-            with suppress(SkyfabError, ValueError):
-                self.sizes, hashes = owner.ask(tuple[list[int], str], "measure", self.names)
-                self.chunks, self.hashes = chunks_of(self.sizes), bytes.fromhex(hashes)
-                return
-        raise HostUnfit("no longer has the content to relay", host=", ".join(owner.name for owner in owners))
+        self.chunks = chunks_of(sizes)
 
     @property
     def about(self) -> tuple[Any, ...]:
-        return [*zip(self.names, self.sizes, strict=True)], self.hashes, self._keep
-
-    def _hashed(self) -> Iterator[bytes]:
-        wholes = {item: hashlib.sha256() for item in self._files}
-        for number, (item, _, _) in enumerate(self.chunks):
-            data = self.read(number)
-            if item in wholes:
-                wholes[item].update(data)
-            yield hash_of(data)
-        for item, whole in wholes.items():
-            if whole.hexdigest() != self.names[item]:
-                raise self.changed(item)
+        return self._named, self._keep
 
     def read(self, number: int) -> Buffer:
-        """The content of a chunk. Raises UsageError if its file has become shorter."""
+        """The content of a chunk."""
+        raise NotImplementedError
+
+    def changed(self, item: int) -> UsageError:
+        raise NotImplementedError
+
+
+class _OwnItems(_Items):
+    """Memory and files of this machine."""
+
+    def __init__(self, items: Mapping[str, Content], keep: bool, ends: ExitStack) -> None:
+        """Raises UsageError for an empty file that was not empty when it was named."""
+        self._contents = [*items.values()]
+        self._files: dict[int, int] = {}
+        """Descriptors by the number of the item."""
+        sizes: list[int] = []
+        for item, content in enumerate(self._contents):
+            if isinstance(content, Path):
+                self._files[item] = os.open(content, os.O_RDONLY)
+                ends.callback(os.close, self._files[item])
+                sizes.append(os.fstat(self._files[item]).st_size)
+            else:
+                assert content is not None
+                sizes.append(len(content))
+        super().__init__([*items], sizes, keep)
+        self.hashes = Hashes(self._hashed())
+        for item, (name, size) in enumerate(self._named):
+            if not size and name != name_of(b""):
+                raise self.changed(item)
+
+    def _hashed(self) -> Iterator[bytes]:
+        """The hashes of chunks. Raises UsageError at the last one of a file that has changed since it was named."""
+        wholes = {item: hashlib.sha256() for item in self._files}
+        for number, (item, _, end) in enumerate(self.chunks):
+            data = self.read(number)
+            name, size = self._named[item]
+            if item in wholes:
+                wholes[item].update(data)
+                if end == size and wholes[item].hexdigest() != name:
+                    raise self.changed(item)
+            yield hash_of(data)
+
+    def read(self, number: int) -> Buffer:
+        """Raises UsageError if its file has become shorter."""
         item, start, end = self.chunks[number]
         if item not in self._files:
-            return memoryview(self._items[item][1])[start:end]  # type: ignore[arg-type]
+            return memoryview(self._contents[item])[start:end]  # type: ignore[arg-type]
         data = os.pread(self._files[item], end - start, start)  # not mmap: a file that shrinks would crash this program
         if len(data) < end - start:
             raise self.changed(item)
@@ -219,6 +239,36 @@ class _Items:
 
     def changed(self, item: int) -> UsageError:
         if item in self._files:
-            return UsageError(f"{self._items[item][1]!s} changed while it was being sent", hint="send it again")
+            return UsageError(f"{self._contents[item]!s} changed while it was being sent", hint="send it again")
         hint = "do not modify it until the call has ended, or pass a copy"
         return UsageError("an argument changed while it was being sent", hint=hint)
+
+
+class _OthersItems(_Items):
+    """What only hosts have: they have it in their stores."""
+
+    is_here = False
+
+    def __init__(self, names: Sequence[str], keep: bool, owners: Sequence[ChainHost]) -> None:
+        """Raises HostUnfit if the owners no longer have the items."""
+        self._names = names
+        self._owners = deque(owners)
+        sizes, _ = self._measured(0, 0)
+        super().__init__(names, sizes, keep)
+        self.hashes = Hashes(self._hashed())
+
+    def _hashed(self) -> Iterator[bytes]:
+        for first in range(0, len(self.chunks), _MEASURED):
+            _, hashes = self._measured(first, first + _MEASURED)
+            if len(hashes) != HASH * len(self.chunks[first : first + _MEASURED]):
+                raise ProtocolError("invalid reply of a relay", host=self._owners[0].name)
+            yield from (hashes[at : at + HASH] for at in range(0, len(hashes), HASH))
+
+    def _measured(self, first: int, last: int) -> tuple[list[int], bytes]:
+        names = ", ".join(owner.name for owner in self._owners)
+        while self._owners:
+            with suppress(SkyfabError, ValueError):
+                sizes, hashes = self._owners[0].ask(tuple[list[int], str], "measure", self._names, first, last)
+                return sizes, bytes.fromhex(hashes)
+            self._owners.popleft()
+        raise HostUnfit("no longer has the content to relay", host=names)

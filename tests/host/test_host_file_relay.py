@@ -48,7 +48,9 @@ def make(tmp_path: Path, chunks: list[bytes], monkeypatch: pytest.MonkeyPatch) -
         target = Target(os.fsencode(tmp_path / name))
         rows = [Entry(name.encode(), "f", size, TIME, 0o640).row for name, size in SIZES.items()]
         target.compare(rows)
-        made.append((FileRelay(target, ITEMS, MIB, hashes, keys), target))
+        made.append((FileRelay(target, ITEMS, MIB, keys), target))
+        made[-1][0].look(0, 0, hashes)
+        made[-1][0].resume()
         return made[-1][0]
 
     yield make_one
@@ -63,7 +65,11 @@ def make(tmp_path: Path, chunks: list[bytes], monkeypatch: pytest.MonkeyPatch) -
 
 def fill(one: FileRelay, chunks: list[bytes], first: int = 0) -> None:
     for number in range(first, len(chunks)):
-        assert one.chunk(number, memoryview(chunks[number]))[:2] == (number + 1, "")
+        assert send(one, chunks, number)[:2] == (number + 1, "")
+
+
+def send(one: FileRelay, chunks: list[bytes], number: int) -> tuple[int, str, int]:
+    return one.chunk(number, hash_of(chunks[number]), memoryview(chunks[number]))
 
 
 def connect(host: FileRelay, source: FileRelay) -> None:
@@ -76,15 +82,15 @@ def test_files_are_passed_on_while_they_arrive_and_afterwards(
 ) -> None:
     first, second = make("1"), make("2")
     connect(second, first)
-    first.chunk(0, memoryview(chunks[0]))
-    until(lambda: second.look(0)[0] == 1)
+    send(first, chunks, 0)
+    until(lambda: second.look(0, 0, b"")[0] == 1)
     assert not (tmp_path / "2/a").exists(), "it is not complete"
     fill(first, chunks, 1)
-    assert second.look(60)[:2] == (len(chunks), "")
+    assert second.look(60, 0, b"")[:2] == (len(chunks), "")
     assert first.commit(False) == second.commit(False) == []
     third = make("3")
     connect(third, second)
-    assert third.look(60)[:2] == (len(chunks), "")
+    assert third.look(60, 0, b"")[:2] == (len(chunks), "")
     for place in "123":
         assert {path.name: path.read_bytes() for path in (tmp_path / place).iterdir()} == content
         about = [path.stat() for path in (tmp_path / place).iterdir()]
@@ -100,7 +106,7 @@ def test_a_file_of_a_neighbor_that_has_changed_is_refused(
     with (tmp_path / "1" / name).open("r+b") as file:
         file.write(b"other")
     connect(second, first)
-    assert second.look(60)[:2] == (at, DAMAGED)
+    assert second.look(60, 0, b"")[:2] == (at, DAMAGED)
     fill(second, chunks, at)
 
 
@@ -112,7 +118,7 @@ def test_a_file_of_a_neighbor_that_is_gone(
     (tmp_path / "1/c").unlink()
     (tmp_path / "1/c").symlink_to("/etc/passwd")
     connect(second, first)
-    assert second.look(60)[:2] == (4, BROKEN)
+    assert second.look(60, 0, b"")[:2] == (4, BROKEN)
 
 
 def test_a_file_that_has_changed_here_is_skipped_by_all(
@@ -123,9 +129,9 @@ def test_a_file_that_has_changed_here_is_skipped_by_all(
     connect(second, first)
     connect(third, second)
     for number, chunk in enumerate(chunks):
-        first.chunk(number, memoryview(b"" if number == 1 else chunk))
+        first.chunk(number, hash_of(chunk), memoryview(b"" if number == 1 else chunk))
     for one in (first, second, third):
-        assert one.look(60)[:2] == (len(chunks), "")
+        assert one.look(60, 0, b"")[:2] == (len(chunks), "")
         assert one.commit(False) == [0]
     for place in "123":
         found = {path.name: path.read_bytes() for path in (tmp_path / place).iterdir() if path.name in SIZES}
@@ -150,7 +156,7 @@ def test_what_is_incomplete_is_left_to_the_transfer(
 ) -> None:
     one = make("1")
     for number in (0, 1):
-        one.chunk(number, memoryview(chunks[number]))
+        send(one, chunks, number)
     assert one.commit(False) == [0, 1, 2]
     assert one._target.begin(0) == (2 * MIB, hashlib.sha256(content["a"][: 2 * MIB]).hexdigest())
 
@@ -161,6 +167,6 @@ def test_a_file_that_cannot_be_written(make: Callable[[str], FileRelay], chunks:
     fill(first, chunks)
     connect(second, first)
     with pytest.raises(IsADirectoryError):
-        second.look(60)
+        second.look(60, 0, b"")
     assert second.commit(False) == [1, 2]
     assert (tmp_path / "2/a").exists()

@@ -17,10 +17,11 @@ import skyfab as sky
 from skyfab._util.certificate import new_certificate
 from skyfab.host import relay
 from skyfab.host.channel import Channel
-from skyfab.host.relay import BROKEN, DAMAGED, StoreRelay, chunks_of, hash_of
+from skyfab.host.relay import BROKEN, DAMAGED, HASH, StoreRelay, chunks_of, hash_of
 from skyfab.pool.chain import ChainHost
 
 MIB = 1 << 20
+NOTHING = (0, 0, b"")
 Make = Callable[..., StoreRelay]
 
 
@@ -49,12 +50,11 @@ def make(tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterat
     made: list[StoreRelay] = []
     monkeypatch.setattr(relay, "Channel", Noted)
     keys = new_certificate()
-    hashes = b"".join(hash_of(data[start:end]) for _, start, end in chunks_of([len(data)]))
 
     def make_one(name: str, *, keep: bool = False) -> StoreRelay:
         folders = [str(tmp_path / name / kind) for kind in ("run", "cache")]
         monkeypatch.setattr(relay, "own_stores", lambda: folders)
-        made.append(StoreRelay([(hashlib.sha256(data).hexdigest(), len(data))], hashes, keep, keys or ("", "")))
+        made.append(StoreRelay([(hashlib.sha256(data).hexdigest(), len(data))], keep, keys or ("", "")))
         return made[-1]
 
     yield make_one
@@ -66,9 +66,20 @@ def make(tmp_path: Path, data: bytes, monkeypatch: pytest.MonkeyPatch) -> Iterat
     Noted.made.clear()
 
 
+def hashed(data: bytes, first: int = 0) -> tuple[int, bytes]:
+    """The hashes of all chunks from this one on, as the client sends them."""
+    return first, b"".join(hash_of(data[start:end]) for _, start, end in chunks_of([len(data)])[first:])
+
+
+def send(host: StoreRelay, data: bytes, number: int) -> tuple[int, str, int]:
+    """Sends one chunk with its hash."""
+    _, start, end = chunks_of([len(data)])[number]
+    return host.chunk(number, hash_of(data[start:end]), memoryview(data)[start:end])
+
+
 def fill(host: StoreRelay, data: bytes) -> None:
-    for number, (_, start, end) in enumerate(chunks_of([len(data)])):
-        assert host.chunk(number, memoryview(data)[start:end])[:2] == (number + 1, "")
+    for number in range(4):
+        assert send(host, data, number)[:2] == (number + 1, "")
 
 
 def connect(host: StoreRelay, source: StoreRelay) -> int:
@@ -89,13 +100,15 @@ def test_chunks_are_passed_on_while_they_arrive(make: Make, data: bytes, tmp_pat
     first, second, third = make("a"), make("b"), make("c", keep=True)
     port = connect(second, first)
     connect(third, second)
-    first.chunk(0, memoryview(data)[:MIB])
-    until(lambda: third.look(0)[0] == 1)
+    for one in (second, third):
+        one.look(0, *hashed(data))
+    send(first, data, 0)
+    until(lambda: third.look(*NOTHING)[0] == 1)
     with pytest.raises(OSError):  # nothing listens any more
         until(lambda: socket.create_connection(("127.0.0.1", port)).close())
     for number in (1, 2, 3):
-        first.chunk(number, memoryview(data)[number * MIB : (number + 1) * MIB])
-    assert third.look(60)[:2] == (4, "")
+        send(first, data, number)
+    assert third.look(60, 0, b"")[:2] == (4, "")
     for one in (first, second, third):
         one.commit(True)
     name = hashlib.sha256(data).hexdigest()
@@ -110,16 +123,37 @@ def test_a_damaged_chunk_of_a_neighbor_is_refused_and_not_passed_on(make: Make, 
     first._contents[0][MIB + 5] ^= 1
     connect(second, first)
     connect(third, second)
-    assert second.look(60)[:2] == (1, DAMAGED)
-    until(lambda: third.look(0)[0] == 1)
-    second.chunk(1, memoryview(data)[MIB : 2 * MIB])
-    until(lambda: third.look(0)[0] == 2)
+    third.look(0, *hashed(data))
+    assert second.look(60, *hashed(data))[:2] == (1, DAMAGED)
+    until(lambda: third.look(*NOTHING)[0] == 1)
+    send(second, data, 1)
+    until(lambda: third.look(*NOTHING)[0] == 2)
+
+
+def test_a_chunk_of_a_neighbor_waits_for_its_hash(make: Make, data: bytes) -> None:
+    first, second = make("a"), make("b")
+    fill(first, data)
+    connect(second, first)
+    assert second.look(60, 0, b"")[:2] == (0, ""), "it has come, and says at once that its hash is needed"
+    assert second.look(60, 0, hashed(data)[1][: 2 * HASH])[:2] == (2, "")
+    assert second.look(0, 3, hashed(data)[1][3 * HASH :])[:2] == (2, ""), "not that of the next one"
+    assert second.look(60, *hashed(data, 2))[:2] == (4, "")
+
+
+def test_a_host_that_waits_for_a_hash_can_change_its_source(make: Make, data: bytes) -> None:
+    first, second, third = make("a"), make("b"), make("c")
+    fill(first, data)
+    fill(second, data)
+    connect(third, first)
+    assert third.look(60, 0, b"")[:2] == (0, "")
+    connect(third, second)
+    assert third.look(60, *hashed(data))[:2] == (4, "")
 
 
 def test_chunks_of_the_client_are_checked_too(make: Make, data: bytes) -> None:
     one = make("a")
-    assert one.chunk(1, memoryview(data)[MIB : 2 * MIB])[:2] == (0, ""), "it is not the next one"
-    assert one.chunk(0, memoryview(bytes(MIB)))[:2] == (0, DAMAGED)
+    assert send(one, data, 1)[:2] == (0, ""), "it is not the next one"
+    assert one.chunk(0, hash_of(data[:MIB]), memoryview(bytes(MIB)))[:2] == (0, DAMAGED)
     fill(one, data)
 
 
@@ -127,7 +161,7 @@ def test_a_source_that_ends(make: Make, data: bytes) -> None:
     first, second = make("a"), make("b")
     connect(second, first)
     Noted.made[0].close()
-    assert second.look(60)[:2] == (0, BROKEN)
+    assert second.look(60, 0, b"")[:2] == (0, BROKEN)
 
 
 def test_a_whole_that_does_not_have_its_name(make: Make, data: bytes, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 import skyfab as sky
+from skyfab.host.relay import hash_of
 from skyfab.lab import Lab
 from skyfab.pool import relay
 from skyfab.pool.chain import CHAIN, plan
@@ -123,6 +124,26 @@ def test_a_file(pool: sky.Compute, tmp_path: Path) -> None:
     other = hashlib.sha256(data + b"x").hexdigest()
     with pytest.raises(sky.UsageError, match="changed while it was being sent"):
         pool.relay.send({other: path}, pool.hosts)
+
+
+def test_content_is_sent_while_the_rest_is_hashed(
+    pool: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, data = item(140 * MIB)
+    path = tmp_path / "file"
+    path.write_bytes(data)
+    hashed: list[int] = []
+    monkeypatch.setattr(relay, "hash_of", lambda chunk: hashed.append(len(chunk)) or hash_of(chunk))
+    first: list[int] = []
+
+    def progress(node: object, done: int, total: int) -> None:
+        if done and not first:
+            first.append(sum(hashed))
+
+    assert pool.relay.send({name: path}, pool.hosts, progress=progress) == {}
+    assert first[0] < 0.75 * len(data)
+    assert sum(hashed) == len(data), "once, for all hosts"
+    assert stored(name) @ pool == [name] * 4
 
 
 def test_arguments_of_a_broadcast(lab: Lab, pool: sky.Compute) -> None:

@@ -132,10 +132,10 @@ def _relay(place: int, request: str, *arguments: Any) -> Any:
     return getattr(_relays[place], request)(*arguments)
 
 
-def _measure(names: Sequence[str]) -> tuple[list[int], str]:
+def _measure(names: Sequence[str], first: int, last: int) -> tuple[list[int], str]:
     from skyfab.host.relay import measure
 
-    return measure(names)
+    return measure(names, first, last)
 
 
 def _hub() -> None:

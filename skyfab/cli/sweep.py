@@ -105,6 +105,10 @@ def sweep(
     with options.pool(script, ProjectSettings.of(script), ranks=1, here=1, plugins=[OwnPort()]) as compute:
         hosts = [node.host for node in compute.hosts]
         before = _known(name, hosts, compute.inventory) if resume else {}
+        if resume:
+            done = [before[one].state == "done" for one in words if one in before]
+            what = f"{sum(done)} are done" if done else "the last sweep had none"
+            print(f"of {counted(len(words), 'trial')}, {what}", file=sys.stderr)
         plan = {
             "name": name,
             "script": script.name,

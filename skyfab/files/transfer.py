@@ -125,8 +125,11 @@ class Report:
             self.skipped.append((shown(path), shown(why)))
 
 
-Progress = Callable[[int, int], None]
-"""Called with the bytes that were moved so far, and with those of all files that are moved."""
+Progress = Callable[[int, int | None], None]
+"""Called with the bytes that were moved so far, and with those of all files that are moved.
+
+Before that, with how many files and folders were compared, and None.
+"""
 CHANGED: Final = "removed, changed or not readable"
 
 
@@ -206,6 +209,7 @@ class Transfer:
             lists.append(self._source.ask("rows"))
             compared.append(self._target.ask("compare", rows))
             self._rows += rows
+            self._progress(len(self._rows), None)
             while len(compared) > _AHEAD:
                 wanted += self._judge(compared.popleft())
         for answer in compared:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import http.client
 import os
 import threading
-import time
 import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
@@ -19,20 +19,22 @@ from skyfab.host.hub import ContentHash, HubCache
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
     from typing import IO, Any, Final
 
 UNREACHED, REFUSED, DAMAGED = "unreached", "refused", "damaged"
 """Why a download ends: the server does not respond, responds with an error, or sends other content."""
 _PIECE: Final = 1 << 20
 _PROBE: Final = 5.0
-"""Seconds for a server to respond, the first time."""
+"""Seconds for a connection to a server, and for its response if that only shows whether it can be reached."""
 _SILENCE: Final = 30.0
 """Seconds without a byte after which a connection counts as broken."""
 _TRIES: Final = 5
 """Consecutive connections without progress after which a download ends."""
 _BUSY: Final = (408, 425, 429, 500, 502, 503, 504)
 """HTTP statuses after which a retry may succeed."""
+_LATER: Final = 60
+"""Seconds after which a server may ask to be asked again, at most."""
 _FAILURES: Final = (OSError, http.client.HTTPException)
 """The errors of a connection."""
 
@@ -46,7 +48,7 @@ class Downloads(HubCache):
         self._done = 0
         self._result = ("", "", "")
         self._error: OSError | None = None
-        self._is_closed = False
+        self._closed = threading.Event()
 
     def page(self, url: str, token: str, most: int) -> tuple[int, str, int, bytes]:
         """The response of a server: status, cause of an error, size of the content, and up to `most` bytes of it.
@@ -54,7 +56,7 @@ class Downloads(HubCache):
         The status is 0 if the server cannot be reached, and the size -1 if it is unknown.
         """
         try:
-            with _opened(url, token, "" if most else "0-0", timeout=_PROBE) as response:
+            with _opened(url, token, "" if most else "0-0", _SILENCE if most else _PROBE) as response:
                 head = response.headers
                 size = head.get("Content-Range", "").rpartition("/")[2] or head.get("Content-Length", "")
                 return 200, "", int(size) if size.isdecimal() else -1, response.read(most)
@@ -82,7 +84,7 @@ class Downloads(HubCache):
 
     def close(self) -> None:
         """Ends the download; what has arrived is kept."""
-        self._is_closed = True
+        self._closed.set()
 
     def _run(self, url: str, tag: str, size: int, token: str) -> None:
         result, error = ("", "", ""), None
@@ -102,15 +104,15 @@ class Downloads(HubCache):
                 return tag
             for _ in range(2):
                 had = os.fstat(file.fileno()).st_size
-                name = self._receive(file, url, tag, size, token)
-                if name:
+                found = self._receive(file, url, size, token)
+                if name := found.name(tag):
                     file.flush()
                     os.replace(file.name, os.path.join(self.store, name))
                     return name
                 file.truncate(0)
                 if not had:  # else the part of an earlier download may be damaged
                     break
-            raise _Ended(DAMAGED, f"expected {tag}")
+            raise _Ended(DAMAGED, f"expected {tag}, found {found.like(tag)}")
 
     @contextlib.contextmanager
     def _draft(self, tag: str) -> Iterator[IO[bytes] | None]:
@@ -125,8 +127,8 @@ class Downloads(HubCache):
                     return
         yield None
 
-    def _receive(self, file: IO[bytes], url: str, tag: str, size: int, token: str) -> str:
-        """Continues a draft until it is complete. Returns its sha256; an empty string if it is damaged."""
+    def _receive(self, file: IO[bytes], url: str, size: int, token: str) -> ContentHash:
+        """Continues a draft until it is complete."""
         found, self._done = ContentHash(size), 0
         file.seek(0)
         while piece := file.read(_PIECE):
@@ -134,9 +136,9 @@ class Downloads(HubCache):
             self._done += len(piece)
         tries = 0
         while self._done < size:
-            before, why = self._done, ""
+            before, why, pause = self._done, "", 0
             try:
-                with _opened(url, token, f"{self._done}-" if self._done else "") as response:
+                with _asked(url, token, f"{self._done}-" if self._done else "") as response:
                     if self._done and response.status != 206:  # the server sends all of it
                         file.truncate(0)
                         found, self._done, before = ContentHash(size), 0, -1
@@ -145,16 +147,16 @@ class Downloads(HubCache):
                         found.update(piece)
                         self._done += len(piece)
             except _Broken as broken:
-                why = str(broken)
+                why, pause = str(broken), broken.pause
             tries = 0 if self._done > before else tries + 1
             if tries == _TRIES:
                 raise _Ended(UNREACHED, why or f"the server sent only {self._done:,} of {size:,} bytes")
             if tries:
-                time.sleep(2**tries / 8)
-        return found.name(tag)
+                self._closed.wait(max(pause, 2**tries / 8))
+        return found
 
     def _read(self, response: Any, most: int) -> bytes:
-        if self._is_closed:
+        if self._closed.is_set():
             raise _Ended(UNREACHED, "interrupted")
         try:
             data: bytes = response.read(min(most, _PIECE))
@@ -172,26 +174,59 @@ class _Ended(Exception):
 class _Broken(Exception):
     """The connection failed; a retry may succeed."""
 
+    def __init__(self, why: str, pause: int = 0) -> None:
+        """`pause` is how many seconds the server asks to wait."""
+        super().__init__(why)
+        self.pause = pause
+
 
 @contextlib.contextmanager
-def _opened(url: str, token: str, part: str, timeout: float = 0.0) -> Iterator[Any]:
-    """A response with all of the content, or a part of it. With a timeout, raises errors unchanged."""
-    headers = {"User-Agent": "skyfab", "Accept-Encoding": "identity"}
-    headers |= {"Authorization": f"Bearer {token}"} if token else {}
-    headers |= {"Range": f"bytes={part}"} if part else {}
-    opener = urllib.request.build_opener(_Redirects)
+def _asked(url: str, token: str, part: str) -> Iterator[Any]:
+    """A response, as `_opened` returns it. Raises _Ended and _Broken."""
     try:
-        response = opener.open(urllib.request.Request(url, headers=headers), timeout=timeout or _SILENCE)
+        response = _opened(url, token, part, _SILENCE)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code not in _BUSY:
+            raise _Ended(REFUSED, str(error.code)) from None
+        later = (error.headers.get("Retry-After") if error.headers else None) or ""
+        raise _Broken(_why(error), min(int(later), _LATER) if later.isdecimal() else 2) from None
     except _FAILURES as error:
-        if timeout:
-            raise
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()
-            if error.code not in _BUSY:
-                raise _Ended(REFUSED, str(error.code)) from None
         raise _Broken(_why(error)) from None
     with response:
         yield response
+
+
+def _opened(url: str, token: str, part: str, silence: float) -> Any:
+    """A response with all of the content, or a part of it."""
+    headers = {"User-Agent": "skyfab", "Accept-Encoding": "identity"}
+    headers |= {"Authorization": f"Bearer {token}"} if token else {}
+    headers |= {"Range": f"bytes={part}"} if part else {}
+    opener = urllib.request.build_opener(_Redirects, _Http, _Https)
+    return opener.open(urllib.request.Request(url, headers=headers), timeout=silence)
+
+
+def _patient(kind: Callable[..., Any], host: str, *, timeout: float, **options: Any) -> Any:
+    """A connection of urllib, which may need less time to begin than to respond."""
+    made = kind(host, timeout=min(timeout, _PROBE), **options)
+    connect = made.connect
+
+    def connected() -> None:
+        connect()
+        made.sock.settimeout(timeout)
+
+    made.connect = connected
+    return made
+
+
+class _Http(urllib.request.HTTPHandler):
+    def do_open(self, http_class: Any, req: Any, **options: Any) -> Any:
+        return super().do_open(functools.partial(_patient, http_class), req, **options)
+
+
+class _Https(urllib.request.HTTPSHandler):
+    def do_open(self, http_class: Any, req: Any, **options: Any) -> Any:
+        return super().do_open(functools.partial(_patient, http_class), req, **options)
 
 
 class _Redirects(urllib.request.HTTPRedirectHandler):

@@ -122,6 +122,10 @@ class ContentHash:
         name = self._sha256.hexdigest()
         return name if tag in (name, self._git.hexdigest()) else ""
 
+    def like(self, tag: str) -> str:
+        """The hash of the kind that the hub names `tag`."""
+        return (self._sha256 if is_sha256(tag) else self._git).hexdigest()
+
 
 def named(path: str, tag: str) -> str:
     """The sha256 of a file if the hub names its content `tag`; else an empty string."""

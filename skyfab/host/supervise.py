@@ -427,5 +427,5 @@ def _free_port(port: int = 0) -> int:
             return int(server.getsockname()[1])
     except OSError as error:
         hint = "another program may use it, such as an earlier server (skyfab runs): end it, or choose another port"
-        why = f"port {port} of rank 0's host is not free: {os.strerror(error.errno or 0)}"
+        why = f"port {port} is not free: {os.strerror(error.errno or 0)}"
         raise HostUnfit(why, rank=0, hint=hint) from None

@@ -85,8 +85,11 @@ class Cache:
             done, name, problem, text = self.ask(tuple[int, str, str, str], "look", _LOOK)
             progress(max(0, min(done, file.size)))
             text = text[:_LONGEST]
-            if problem == DAMAGED:
+            if problem == DAMAGED and found.repository:
                 raise SkyfabError(f"{file.path} arrived damaged from {file.url}: {text}", host=self.name)
+            if problem == DAMAGED:
+                hint = "check the sha256, and that the URL is that of the file itself"
+                raise SkyfabError(f"{file.url} has another sha256: {text}", host=self.name, hint=hint)
             if problem == REFUSED and text in ("401", "403") and found.shown:
                 raise denied(found.shown, text, found.token)
             if problem == REFUSED:

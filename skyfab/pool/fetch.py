@@ -28,7 +28,7 @@ from skyfab.pool.hub import Found, HubFile, find
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.relay import FULL, Relay
 from skyfab.session.fanout import Raised, for_each_host, one_error, results_of
-from skyfab.ui.events import Events, Moved, Notice
+from skyfab.ui.events import HERE, Events, Moved, Notice, Step
 
 _LANES: Final = 4
 """Downloads of one host at a time."""
@@ -36,7 +36,6 @@ _BATCH: Final = 1 << 30
 """Bytes of the files of one relay at most, if it has more than one: what it has delivered survives interruptions."""
 _PACE: Final = 0.1
 """Seconds between two events of progress."""
-_HERE: Final = "this machine"
 
 
 @dataclass(slots=True, repr=False)
@@ -69,7 +68,7 @@ class Fetched:
         """
         parts = [f"downloaded {readable(self.downloaded)}"] if self.downloaded else []
         parts += [f"{readable(self.from_hosts)} from other hosts"] if self.from_hosts else []
-        parts += [f"{readable(self.from_here)} from {_HERE}"] if self.from_here else []
+        parts += [f"{readable(self.from_here)} downloaded by {HERE}"] if self.from_here else []
         what = ", ".join(parts) or "nothing to fetch"
         count = f"{counted(self.files, 'file')}, {readable(self.size)}"
         return f"{self.host}: {count}; {what}, in {self.seconds:.1f} s: {self.path}"
@@ -97,7 +96,11 @@ def fetch(
         opened = results_of(for_each_host(open_cache, nodes))
         hosts = {node: ends.enter_context(closing(cache)) for node, cache in zip(nodes, opened, strict=True)}
         ends.callback(stopped.set)  # after Ctrl-C, downloads end; what has arrived is kept
-        found = find(source, lambda *asked: _page([here, *opened], *asked)).matching(*patterns)
+        relay.events.emit(Step(host=HERE, text=f"asking for {source}"))
+        try:
+            found = find(source, lambda *asked: _page([here, *opened], *asked)).matching(*patterns)
+        finally:
+            relay.events.emit(Step(host=HERE, text=""))
         return _Fetch(found, hosts, here, relay, open_cache).run()
 
 
@@ -144,9 +147,7 @@ class _Fetch:
         self._changed = GuardedCondition()
         size = sum(file.size for file in found.files)
         self._reports = {node: Fetched(node.name, files=len(found.files), size=size) for node in hosts}
-        self._progress = {
-            node: _Progress(_HERE if node is None else node.name, relay.events) for node in (None, *hosts)
-        }
+        self._progress = {node: _Progress(HERE if node is None else node.name, relay.events) for node in (None, *hosts)}
 
     def run(self) -> list[Fetched]:
         self._find()
@@ -270,7 +271,7 @@ class _Fetch:
         with self._changed:
             if place in self._places:
                 self._places.remove(place)
-                self._why.append(f"{_HERE if place is None else place.name}: {why}")
+                self._why.append(f"{HERE if place is None else place.name}: {why}")
 
     # ---- relays
 

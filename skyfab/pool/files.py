@@ -12,7 +12,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from skyfab._util.sizes import readable
+from skyfab._util.sizes import counted, readable
 from skyfab.calls.gitignore import as_git, is_kept
 from skyfab.calls.project import note_laid_out
 from skyfab.errors import ProtocolError, SkyfabError, UsageError
@@ -26,7 +26,7 @@ from skyfab.pool.futures import refuse_to_block
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.relay import Relay
 from skyfab.session.fanout import Raised, for_each_host, one_error
-from skyfab.ui.events import Moved, Notice
+from skyfab.ui.events import HERE, Moved, Notice, Step
 
 if TYPE_CHECKING:
     from skyfab.files.entries import Skip
@@ -61,7 +61,7 @@ class Files:
         is_file = not top.is_dir()
         found: Iterable[tuple[Entry, bytes]] = walk(os.fsencode(top), base if is_file else b"", skipped)
         if len(nodes) > 1:  # for one host, it is listed here while that host compares
-            found = list(found)
+            found = self._listed(found)
         place = os.fsencode(to if to is not None else _place(top, elsewhere=top.name))
         return self._send(found, skipped, place, base, is_file, nodes)
 
@@ -74,7 +74,7 @@ class Files:
         skipped: list[Skip] = []
         fetched = {os.fsencode(node.name) for node in nodes}
         allowed = is_kept if ignored else as_git(folder)
-        found = list(
+        found = self._listed(
             walk(
                 os.fsencode(folder),
                 b"",
@@ -85,6 +85,20 @@ class Files:
         place = _place(folder, elsewhere=".")
         there = [node for node in nodes if not node.workdir.callers]  # where it is not this folder itself
         return place, self._send(found, skipped, os.fsencode(place), b"", False, there, laid_out=folder)
+
+    def _listed(self, found: Iterable[tuple[Entry, bytes]]) -> list[tuple[Entry, bytes]]:
+        """All of them, with progress while they are found."""
+        listed: list[tuple[Entry, bytes]] = []
+        last = time.monotonic()
+        try:
+            for one in found:
+                listed.append(one)
+                if (now := time.monotonic()) - last > _PACE:
+                    last = now
+                    self._events.emit(Step(host=HERE, text=f"listing files: {len(listed):,}"))
+        finally:
+            self._events.emit(Step(host=HERE, text=""))
+        return listed
 
     def _send(
         self,
@@ -182,6 +196,8 @@ class Files:
             words = ", ".join(map(str, paths))
             is_relative = not words.startswith(("/", "~"))
             hint = f"looked in {places[empty[0]]}" if is_relative else None
+            if len(empty) > 1:
+                raise UsageError(f"no file matches {words} on {counted(len(empty), 'host')}", hint=hint)
             raise UsageError(f"no file matches {words}", host=empty[0], hint=hint)
         for host in empty:
             self._events.emit(Notice(host=host, text=f"no file matches {', '.join(map(str, paths))}"))
@@ -193,12 +209,17 @@ class Files:
         began = last = time.monotonic()
         transfer: Transfer
 
-        def progress(done: int, total: int) -> None:
+        def progress(done: int, total: int | None) -> None:
             nonlocal last
             now = time.monotonic()
             if total and (done == total or now - last > _PACE):
                 last = now
                 self._events.emit(Moved(host=node.name, what=what, done=done, total=total))
+            elif total == 0:
+                self._events.emit(Step(host=node.name, text=""))
+            elif total is None and now - last > _PACE:
+                last = now
+                self._events.emit(Step(host=node.name, text=f"comparing files: {done:,}"))
             transfer.report.seconds = now - began
 
         transfer = Transfer(source, target, progress)

@@ -20,6 +20,8 @@ from skyfab._util.signals import MAIN, SIGNAL_GUARD
 from skyfab._util.sizes import progress
 from skyfab.errors import located
 
+HERE: Final = "this machine"
+"""In place of a host's name."""
 State = Literal["connecting", "preparing", "ready", "reconnecting", "lost", "failed", "closed"]
 
 
@@ -148,6 +150,16 @@ class Moved(Event):
 
     def __str__(self) -> str:
         return f"{self.host}: {self.what} {progress(self.done, self.total)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step(Event):
+    """What a host, or this machine, does before a transfer has progress in bytes. Empty: it has ended."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.host}: {self.text}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,7 @@ from skyfab.ui.events import (
     Output,
     Stalled,
     State,
+    Step,
 )
 from skyfab.ui.suppressed import is_noise
 from skyfab.ui.terminal import clean, clean_lines, has_colours, put
@@ -131,6 +132,8 @@ class View(ABC):
             self._state(event, before)
         elif isinstance(event, Moved):
             self._moved(event)
+        elif isinstance(event, Step):
+            self._step(event)
         elif isinstance(event, (CallStarted, CallEnded, Mapped)):
             self._running(event)
             if isinstance(event, CallEnded):
@@ -181,6 +184,10 @@ class View(ABC):
     @abstractmethod
     def _moved(self, event: Moved) -> None:
         """A transfer to a host made progress."""
+
+    @abstractmethod
+    def _step(self, event: Step) -> None:
+        """A transfer is being prepared."""
 
     @abstractmethod
     def _running(self, event: CallStarted | CallEnded | Mapped) -> None:
@@ -290,6 +297,10 @@ class Plain(View):
     def _moved(self, event: Moved) -> None:
         """Shows progress every few seconds."""
         if self._is_due(event.host, None):
+            self._say("stderr", clean(str(event)) + "\n")
+
+    def _step(self, event: Step) -> None:
+        if event.text and self._is_due(event.host, None):
             self._say("stderr", clean(str(event)) + "\n")
 
     def _running(self, event: CallStarted | CallEnded | Mapped) -> None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from skyfab._util.sizes import counted
 from skyfab.errors import located
-from skyfab.ui.events import CallEnded, CallStarted, HostState, Mapped, Moved, Output, State, Waiting
+from skyfab.ui.events import CallEnded, CallStarted, HostState, Mapped, Moved, Output, State, Step, Waiting
 from skyfab.ui.printer import TIMEOUT, Imports, Line, View
 from skyfab.ui.prompt import TERMINAL
 from skyfab.ui.terminal import RESET, LiveLines, clean, fitting, put
@@ -87,7 +87,14 @@ class Screen(View):
             self._details[event.host] = clean(str(event), colour=False).replace(": ", " ", 1)
         self._waiting += 1
 
-    def _step(self, host: str) -> str:
+    def _step(self, event: Step) -> None:
+        if event.text:
+            self._details[event.host] = clean(f"{event.host} {event.text}", colour=False)
+        else:
+            self._details.pop(event.host, None)
+        self._waiting += 1
+
+    def _detail(self, host: str) -> str:
         """What a host is doing; of one that does not answer, for how long, and when it is lost."""
         if host not in self._silent:
             return self._details[host]
@@ -114,7 +121,7 @@ class Screen(View):
     def _write(self, lines: list[Line]) -> None:
         with self._lock:
             spinner = self._spinners[int(self._clock() / _TICK) % len(self._spinners)]
-            live = [f"{spinner}{self._step(host)}" for host in self._details]
+            live = [f"{spinner}{self._detail(host)}" for host in self._details]
             calls = self._calls.lines() if self._is_waited_for() else []
             self._waits.over = self.flush if calls else None
             live += [f"{spinner}{call}" for call in calls]

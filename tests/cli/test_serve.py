@@ -131,7 +131,7 @@ def test_a_port_that_is_taken_is_an_error_immediately(folder: Path, namespaces: 
     words = ("pages", f"--ready={namespaces.hosts[0].port}", "--", "sleep", "600")
     served = serve(folder, namespaces, *words)
     assert served.returncode == 1
-    assert f"port {namespaces.hosts[0].port} of rank 0's host is not free: Address already in use" in served.stderr
+    assert f"port {namespaces.hosts[0].port} is not free: Address already in use" in served.stderr
     assert "hint: another program may use it, such as an earlier server" in served.stderr
     until(lambda: not traces.on(namespaces.hosts[0]))
 

@@ -185,11 +185,14 @@ def test_a_failure_stops_new_trials_and_resume_repeats_what_is_not_done(project:
     project.spot.leave("mended")
     project.sweep(*words, "seed=", code=2)
     project.sweep(*words[:-1], "seed=6..13", "--resume")  # with one more
+    assert "of 8 trials, 6 are done" in project.said
     assert set(project.states("night").values()) == {"done"}
     begun = project.begun()
     assert begun["7"] == 3
     assert all(begun[seed] == 1 for seed in done)
     assert begun["13"] == 1
+    project.sweep(*words[:-1], "seed=6..6", "other=1", "--resume")
+    assert "of 1 trial, the last sweep had none" in project.said
 
 
 def test_a_sweep_goes_on_when_the_program_that_started_it_is_killed(project: Project) -> None:

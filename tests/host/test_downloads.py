@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from stage.hub import COMMIT, Hub, git_hash
 
+from skyfab.host import download as download_
 from skyfab.host.download import DAMAGED, REFUSED, UNREACHED, Downloads
 from skyfab.host.hub import variables
 
@@ -88,6 +90,15 @@ def test_what_an_earlier_download_has_left_may_be_damaged(downloads: Downloads, 
     assert stored(downloads) == {SHA: LARGE}
 
 
+def test_a_server_that_responds_slowly_is_reached(
+    downloads: Downloads, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(download_, "_PROBE", 0.2)
+    hub.delay = 1
+    status, _, _, body = downloads.page(f"{hub.url}/api/models/org/model/revision/main?blobs=true", "", 1 << 20)
+    assert (status, b"large.bin" in body) == (200, True)
+
+
 @pytest.mark.parametrize(("path", "data"), [("large.bin", LARGE), ("small.json", SMALL)])
 def test_damaged_content_is_refused(downloads: Downloads, hub: Hub, path: str, data: bytes) -> None:
     hub.damaged.add(path)
@@ -97,7 +108,10 @@ def test_damaged_content_is_refused(downloads: Downloads, hub: Hub, path: str, d
 
 def test_a_busy_server_is_asked_again_and_another_error_is_told(downloads: Downloads, hub: Hub) -> None:
     hub.statuses["large.bin"] = [503, 429]
+    hub.headers["Retry-After"] = "1"
+    began = time.monotonic()
     assert download(downloads, hub, "large.bin", LARGE) == (SHA, "")
+    assert time.monotonic() - began > 2
     hub.statuses["small.json"] = [404]
     assert download(downloads, hub, "small.json", SMALL) == ("", REFUSED)
 

@@ -84,6 +84,10 @@ class Hub:
         """Addresses of clients that get no response any more."""
         self.statuses: dict[str, list[int]] = {}
         """Path → what is answered before the file is sent."""
+        self.headers: dict[str, str] = {}
+        """The headers of these answers."""
+        self.delay = 0.0
+        """Seconds until it responds with a list of files."""
         self.cdn = _Server(self, "cdn", address)
         self.main = _Server(self, "hub", address)
 
@@ -202,6 +206,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _list(self, asked: Asked, name: str, revision: str) -> None:
         if not self._may(name, asked):
             return
+        time.sleep(self.server.hub.delay)
         found = self.server.hub.repositories[name]
         if revision not in ("main", "v1/x", found.commit):
             self._say(404, b"", {"X-Error-Code": "RevisionNotFound"})
@@ -213,7 +218,7 @@ class _Handler(BaseHTTPRequestHandler):
         if not self._may(name, asked):
             return
         if hub.statuses.get(path):
-            self._say(hub.statuses[path].pop(0), b"")
+            self._say(hub.statuses[path].pop(0), b"", hub.headers)
         elif len(hub.repositories[name].files[path]) >= LARGE:
             url = f"{hub.cdn.url}/{quote(name)}/-/{quote(path)}?signature=s3cret"
             self._say(302, b"", {"Location": url})

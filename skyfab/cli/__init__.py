@@ -6,9 +6,11 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # importing `typing` takes a moment, in which Ctrl-C would show where
 if TYPE_CHECKING:
+    from typing import Any
+
     from skyfab.cli.invoke_tasks import namespace as namespace
 
 
@@ -16,10 +18,11 @@ def main() -> None:
     """Runs the `skyfab` program."""
     try:
         from skyfab.cli import tasks
-    except KeyboardInterrupt:  # all commands are loaded, which takes a moment
+
+        tasks.main()
+    except KeyboardInterrupt:  # while the commands are loaded, which takes a moment
         sys.stderr.write("interrupted\n")
         sys.exit(130)
-    tasks.main()
 
 
 def __getattr__(name: str) -> Any:

@@ -17,6 +17,7 @@ import traceback
 from _signal import getsignal  # type: ignore[import-not-found]  # without enums: 15 times as fast
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
+from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from contextlib import suppress
 from types import CodeType, FrameType
 from typing import Any, Final, TypeVar
@@ -90,6 +91,13 @@ class SignalGuard:
 
     def __enter__(self) -> None:
         if threading.get_ident() == MAIN:
+            self._depth += 1
+
+    def enter(self) -> None:
+        """Enters a block; if it is the outermost one, after `wrap`."""
+        if threading.get_ident() == MAIN:
+            if not self._depth:
+                self.wrap()
             self._depth += 1
 
     def __exit__(self, *_: object) -> None:
@@ -200,8 +208,7 @@ class GuardedCondition:
         self._waiting: list[threading.Lock] = []
 
     def acquire(self) -> None:
-        SIGNAL_GUARD.wrap()
-        SIGNAL_GUARD.__enter__()
+        SIGNAL_GUARD.enter()
         self._lock.acquire()
 
     def release(self, *_: object) -> None:
@@ -234,6 +241,23 @@ class GuardedFuture(Future[Any]):
         super().__init__()
         self._condition: Any = GuardedCondition()
         self._waiters: list[Any] = _Waiters()
+
+    def cancelled(self) -> bool:
+        """As in the base class, which takes the lock to read one attribute."""
+        return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED)
+
+    def done(self) -> bool:
+        return self._state in (CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED)
+
+    def result(self, timeout: float | None = None) -> Any:
+        """As in the base class, which takes an exception that is false, such as one with a length of 0, for none."""
+        error = Future.exception(self, timeout)
+        try:
+            if error is not None:
+                raise error
+            return self._result
+        finally:
+            del error, self  # else they and the frames of the exception would refer to each other
 
     def __await__(self) -> Generator[Any, None, Any]:
         """``await (f(x) > compute)``: the event loop keeps running. Cancelling the task cancels the call."""

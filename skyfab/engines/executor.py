@@ -42,6 +42,8 @@ class PoolExecutor(futures.Executor):
         """Calls `fn` on a host: any callable that can be pickled, a ``@sky.function`` with its timeout and retries."""
         if self._process != os.getpid():
             raise UsageError("this executor belongs to another process, and only that process can submit to it")
+        if not self._pool.is_open:
+            raise UsageError("the pool of this executor is closed", hint="use it inside the pool's with block")
         call, future = as_function(fn)(*args, **kwargs), GuardedFuture()
         with SIGNAL_GUARD:
             self._given[future] = None
@@ -108,6 +110,8 @@ class PoolExecutor(futures.Executor):
         """The exception that programs expect of an executor."""
         if isinstance(error, CallCancelled):  # the pool was closed
             return futures.CancelledError(str(error))
+        if isinstance(error, UsageError) and not self._pool.is_open:
+            return futures.CancelledError("the pool was closed before the call began")
         if isinstance(error, HostLost) and all(node.lost is not None for node in self._pool.hosts):
             broken = futures.BrokenExecutor(f"every host of the pool is lost: {error}")
             broken.__cause__ = error

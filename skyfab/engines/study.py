@@ -58,9 +58,10 @@ def run_trials(
                 wait(running.values(), return_when=FIRST_COMPLETED)
             for trial, future in [one for one in running.items() if one[1].done()]:
                 error = future.exception()
-                state = TrialState.PRUNED if isinstance(error, TrialPruned) else TrialState.FAIL if error else None
+                value, state = (future.result(), None) if error is None else (None, TrialState.FAIL)
+                state = TrialState.PRUNED if isinstance(error, TrialPruned) else state
                 with SIGNAL_GUARD:
-                    ended = study.tell(trial, None if error else future.result(), state=state)
+                    ended = study.tell(trial, value, state=state)
                     del running[trial]
                 caught = catch if all(node.lost for node in pool.hosts) else (*catch, HostLost)
                 if error is not None and state is TrialState.FAIL and not isinstance(error, caught):

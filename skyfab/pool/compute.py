@@ -216,6 +216,10 @@ class Compute(ShownAsTable):
         """The hosts of the pool; before it is opened, those that it may use."""
         return [node.host for node in self.hosts] or self._choice.listed
 
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
     def __repr__(self) -> str:
         hosts = self.selected
         names = ", ".join(host.name for host in hosts[:8]) + (", …" if len(hosts) > 8 else "")

@@ -14,6 +14,7 @@ from skyfab._util.signals import SIGNAL_GUARD, GuardedCondition
 from skyfab.calls.call import AHEAD
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.stream import Stream
+from skyfab.host.agent.outcomes import said
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.streams import Conversation
 from skyfab.protocol import codec
@@ -56,7 +57,7 @@ class Producer:
         except Exception as raised:
             error = raised
         except BaseException as raised:  # the function must not end as this thread does
-            error = RuntimeError(f"its producer raised {type(raised).__name__}: {raised}")
+            error = RuntimeError(f"its producer raised {type(raised).__name__}: {said(raised)}")
         for feed in self._feeds:
             feed.finish(error)
         close = getattr(values, "close", None)
@@ -103,13 +104,7 @@ class Feed:
         """The values have ended; `error` is the exception that ended them, if any."""
         parts: Sequence[Any] = ()
         if error is not None:
-            trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this module
-            text = "".join(traceback.format_exception(type(error), error, trace))
-            try:
-                payload = codec.dumps((error, text))
-            except Exception:
-                payload = codec.dumps((RuntimeError(f"{type(error).__qualname__}: {error}"), text))
-            parts = joined([_copied(payload)])
+            parts = joined([_copied(_encoded(error))])
         with self._changed:
             self._batch.flush()
             self._send_new("end", 0, parts)
@@ -137,6 +132,17 @@ class Feed:
             if not self._given:
                 self._batch.flush()
             self._changed.notify_all()
+
+
+def _encoded(error: Exception) -> codec.Payload:
+    """The exception with its traceback; one that cannot be formatted or pickled is replaced."""
+    text = ""
+    try:
+        trace = error.__traceback__ and error.__traceback__.tb_next  # without the frame of this module
+        text = "".join(traceback.format_exception(type(error), error, trace))
+        return codec.dumps((error, text))
+    except Exception:
+        return codec.dumps((RuntimeError(f"{type(error).__qualname__}: {said(error)}"), text))
 
 
 def _copied(payload: codec.Payload) -> codec.Payload:

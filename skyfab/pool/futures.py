@@ -72,6 +72,7 @@ class CallFuture(GuardedFuture, ShownAsTable):
 
     def _waiting(self) -> AbstractContextManager[None]:
         """In it, a terminal shows what the main thread waits for. Raises UsageError if this thread cannot wait."""
+        SIGNAL_GUARD.wrap()
         if self.done():
             return _NOTHING
         if self._process != os.getpid():
@@ -87,6 +88,7 @@ class CallFuture(GuardedFuture, ShownAsTable):
 
     def cancel(self) -> bool:
         """Works while the call is queued and while it runs. Idempotent."""
+        SIGNAL_GUARD.wrap()
         with SIGNAL_GUARD:
             if not super().cancel():
                 return False

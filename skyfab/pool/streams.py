@@ -163,6 +163,7 @@ class Conversation:
         """The next value. Raises StopIteration, or what the generator has raised."""
         if self.is_parents:
             raise UsageError("this iterator belongs to another process, and only that process can read it")
+        SIGNAL_GUARD.wrap()
         with SIGNAL_GUARD:
             SIGNAL_GUARD.acquire(self._reading)
             try:

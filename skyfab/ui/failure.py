@@ -90,7 +90,8 @@ def _causes(error: BaseException | None) -> list[BaseException]:
     found: dict[int, BaseException] = {}
     while error is not None and id(error) not in found:
         found[id(error)] = error
-        error = error.__cause__ if error.__cause__ or error.__suppress_context__ else error.__context__
+        is_caused = error.__cause__ is not None or error.__suppress_context__
+        error = error.__cause__ if is_caused else error.__context__
     return list(found.values())
 
 

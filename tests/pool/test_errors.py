@@ -183,6 +183,72 @@ def test_an_exception_that_cannot_even_be_printed_is_still_reported(pool: sky.Co
     assert isinstance(caught.value.__cause__, sky.RemoteTraceback)
 
 
+class Empty(Exception):
+    """Is false, as one that has a list of what was found."""
+
+    def __len__(self) -> int:
+        return 0
+
+
+@sky.function
+def empty(number: int = 0) -> None:
+    raise Empty
+
+
+WAYS: dict[str, Callable[[sky.Compute], Any]] = {
+    ">>": lambda pool: empty() >> pool,
+    "future": lambda pool: (empty() > pool).result(),
+    "map": lambda pool: pool.map(empty, [1, 2]),
+    "gather": lambda pool: sky.gather(empty(), empty()) >> pool,
+    "executor": lambda pool: pool.executor().submit(empty.fn).result(),
+    "@": lambda pool: empty() @ pool,
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_an_exception_that_is_false_is_raised(pool: sky.Compute, way: str) -> None:
+    with pytest.raises((Empty, sky.BroadcastError)):
+        WAYS[way](pool)
+
+
+class Vague(Exception):
+    def __bool__(self) -> bool:
+        raise RuntimeError("neither")
+
+
+class Closed(Exception):
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError("no attributes")
+
+
+@pytest.mark.parametrize("kind", [Vague, Closed])
+def test_an_exception_that_cannot_be_examined_is_an_error_of_its_call(pool: sky.Compute, kind: type[Exception]) -> None:
+    @sky.function
+    def raises() -> int:
+        raise kind("odd")
+
+    with pytest.raises(sky.RemoteError) as caught:
+        raises() >> pool
+    assert isinstance(caught.value, sky.RemoteError)
+    assert caught.value.kind.endswith(kind.__name__)
+    counter = pool.actor(Raiser)
+    with pytest.raises(sky.RemoteError):
+        counter.raises(kind)
+    assert counter.count() == 1, "its state is kept"
+
+
+class Raiser:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def raises(self, kind: type[Exception]) -> None:
+        self.calls += 1
+        raise kind("odd")
+
+    def count(self) -> int:
+        return self.calls
+
+
 def test_a_chain_of_exceptions_is_in_the_traceback(pool: sky.Compute) -> None:
     @sky.function
     def chain() -> None:

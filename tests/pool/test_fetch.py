@@ -203,7 +203,9 @@ def test_a_part_of_a_data_set_and_another_revision(lab: Lab, hub: Hub, pool: sky
 
 def test_damaged_files_are_named(lab: Lab, hub: Hub, model: dict[str, bytes], pool: sky.Compute) -> None:
     hub.damaged.add("model-2.safetensors")
-    with pytest.raises(sky.SkyfabError, match=r"model-2.safetensors arrived damaged from .*: expected [0-9a-f]{64}, found [0-9a-f]{64}"):
+    with pytest.raises(
+        sky.SkyfabError, match=r"model-2.safetensors arrived damaged from .*: expected [0-9a-f]{64}, found [0-9a-f]{64}"
+    ):
         pool.fetch("hf://org/model")
     assert not lab["node1"].path(FOLDER).exists(), "nothing finds half a model"
     hub.damaged.clear()

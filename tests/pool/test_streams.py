@@ -398,6 +398,19 @@ def test_the_producers_exception_is_raised_there(compute: sky.Compute) -> None:
         total(numbers()) >> compute
 
 
+def test_a_producers_exception_that_cannot_be_formatted_ends_the_stream(compute: sky.Compute) -> None:
+    class Vague(Exception):
+        def __bool__(self) -> bool:
+            raise RuntimeError("neither")
+
+    def produce() -> Iterator[int]:
+        yield 1
+        raise Vague("odd")
+
+    with pytest.raises(RuntimeError, match="Vague: odd"):
+        total(sky.stream(produce())) >> compute
+
+
 def test_the_producers_traceback_is_shown(compute: sky.Compute) -> None:
     def produced() -> Iterator[int]:
         yield 1

@@ -339,7 +339,6 @@ class Interrupting:
 WAITS: dict[str, Callable[[Future[Any]], object]] = {
     "result": lambda future: future.result(),
     "exception": lambda future: future.exception(),
-    "done": lambda future: future.done(),
     "as_completed": lambda future: list(as_completed([future])),
     "wait": lambda future: wait([future]),
 }

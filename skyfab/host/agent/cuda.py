@@ -37,10 +37,10 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
     """The error and its causes, because functions wrap errors in their own."""
     seen: list[BaseException] = []
     found: BaseException | None = error
-    while found is not None and found not in seen:
+    while found is not None and not any(found is one for one in seen):
         seen.append(found)
         yield found
-        found = found.__cause__ or found.__context__
+        found = found.__context__ if found.__cause__ is None else found.__cause__
 
 
 def _is_cudas(error: BaseException) -> bool:

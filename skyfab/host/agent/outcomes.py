@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from typing import Any
 
 _TEXT = 16 * 1024
+_TRACEBACK: Any = vars(BaseException)["__traceback__"]
 _HERE = os.path.dirname(__file__)
 _OURS = (
     *(os.path.join(_HERE, name) for name in ("worker.py", "actors.py", "exchanges.py")),
@@ -37,25 +38,37 @@ def cut(text: str) -> str:
 
 def trace(error: BaseException) -> str:
     """The traceback from the user's first frame on."""
+    return _formatted(error)[0]
+
+
+def _formatted(error: BaseException) -> tuple[str, bool]:
+    """Its traceback, and whether the exception can be examined: its class may raise in any of its methods."""
     import traceback
 
-    shown = error.__traceback__
+    shown = _TRACEBACK.__get__(error)
     while shown is not None and shown.tb_frame.f_code.co_filename.startswith(_OURS):
         shown = shown.tb_next
-    return "".join(traceback.format_exception(type(error), error, shown))
+    try:
+        return "".join(traceback.format_exception(type(error), error, shown)), True
+    except Exception:
+        frames = "".join(traceback.format_tb(shown))
+        return f"Traceback (most recent call last):\n{frames}{type(error).__qualname__}\n", False
+
+
+def said(error: BaseException) -> str:
+    try:
+        return str(error)
+    except BaseException:
+        return "<its str() failed>"
 
 
 def describe(error: BaseException, encoding: Any, **about: Any) -> tuple[messages.Raised, codec.Payload | None]:
     """The reply to a call that raised, and the encoded exception if it can be encoded."""
-    text = trace(error)
+    text, is_usable = _formatted(error)
     kind = f"{type(error).__module__}.{type(error).__qualname__}"
-    try:
-        said = str(error)
-    except BaseException:
-        said = "<its str() failed>"
     payload = None
-    if isinstance(error, Exception):
+    if is_usable and isinstance(error, Exception):
         with contextlib.suppress(BaseException):
             payload = encoding.dumps_exception(error)
     parts = payload.parts if payload else ()
-    return messages.Raised(parts=parts, kind=cut(kind), text=cut(said), traceback=cut(text), **about), payload
+    return messages.Raised(parts=parts, kind=cut(kind), text=cut(said(error)), traceback=cut(text), **about), payload

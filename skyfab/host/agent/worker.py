@@ -25,7 +25,7 @@ from skyfab.errors import HostUnfit
 from skyfab.host.agent import cuda, workdir
 from skyfab.host.agent.functions import GENERATORS, load_function
 from skyfab.host.agent.imports import ImportFinder
-from skyfab.host.agent.outcomes import cut, describe, exited, trace
+from skyfab.host.agent.outcomes import cut, describe, exited, said, trace
 from skyfab.host.agent.store import Blobs
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import KINDS, Assembly, split
@@ -340,9 +340,9 @@ class Worker(context.Client):
 
     def _unpicklable(self, stream: int, what: str, kind: str, error: BaseException) -> None:
         self._examine(error)
-        why, text = "unpicklable", f"{what}, a {kind}, cannot be pickled: {str(error) or type(error).__name__}"
+        why, text = "unpicklable", f"{what}, a {kind}, cannot be pickled: {said(error) or type(error).__name__}"
         if self.plain:
-            why, text = "not_plain", str(error)
+            why, text = "not_plain", said(error)
         self.answer(stream, messages.Ended(why=why, text=cut(text), traceback=cut(trace(error))).encode())
 
     def _function(self, digest: str) -> Any:
@@ -382,7 +382,10 @@ class Worker(context.Client):
 
     def _examine(self, error: BaseException) -> None:
         """If an error has left CUDA unusable, makes later calls run in a new process."""
-        if not self._spoiled and cuda.is_unusable(error):
+        is_unusable = False
+        with contextlib.suppress(Exception):  # the exception may refuse to be examined
+            is_unusable = not self._spoiled and cuda.is_unusable(error)
+        if is_unusable:
             self._poisoned = True
             text = "skyfab: CUDA no longer works in this process after that error: the next call gets a new process\n"
             with contextlib.suppress(Exception):  # user code may have closed stderr

@@ -84,6 +84,11 @@ class Hashes:
                         raise
         return bytes(self._found[first * HASH : last * HASH])
 
+    def close(self) -> None:
+        """No more are needed: the source refers to the content, which would otherwise stay in memory for a while."""
+        with self._lock:
+            self._source = iter(())
+
 
 class Items(Protocol):
     """What is relayed."""

@@ -98,6 +98,7 @@ class Relay:
                     found = _OwnItems(items, keep, ends)
             except HostUnfit as error:
                 return dict.fromkeys(nodes, error)
+            ends.callback(found.hashes.close)
             chain = Chain(found, hosts, len(nodes), self.events, self.apart, progress)
 
             def fill(host: ChainHost) -> None:

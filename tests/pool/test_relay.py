@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import pickle
 import traceback
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stage.spot import until
 
 import skyfab as sky
 from skyfab.host.relay import hash_of
@@ -162,6 +165,20 @@ class Array(bytearray):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return bytes, (pickle.PickleBuffer(self),)
+
+
+def test_arguments_are_freed_when_their_call_has_ended(pool: sky.Compute) -> None:
+    """Not only by the garbage collector, which does not know how large they are."""
+    gc.collect()
+    gc.disable()
+    try:
+        data = Array(os.urandom(8 * MIB))
+        freed = weakref.ref(data)
+        assert digest(data) @ pool == [hashlib.sha256(data).hexdigest()] * 4
+        del data
+        until(lambda: freed() is None)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("moment", ["named", "hashed"])

@@ -66,7 +66,7 @@ class Detacher:
         open_all(self._nodes, Events(), settled=lambda node: None)
         try:
             for node in self._nodes:
-                if tree is not None and not node.sync_project(tree):
+                if tree is not None and not node.store.sync(tree):
                     raise SkyfabError("a file of the project changed at the same time", hint="try again")
             go()
             self._leave()

@@ -1,32 +1,28 @@
-"""A node: one host of a pool, with its session and a record of what the host already has.
+"""A node: one host of a pool, with its session, its workers and its calls.
 
-It sends a function, a project tree or a blob only if the host lacks it, and starts a worker before the first call to
-it. Nothing here blocks except `sync_project`.
+It starts a worker before the first call to it, and sends a function only if the host lacks it; `HostStore` does so for
+content. Nothing here blocks.
 """
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
 
 from skyfab._util.html import ShownAsTable
 from skyfab.calls.pack import PackedCall, PackedFunction, parts_of
-from skyfab.calls.project import Tree
-from skyfab.errors import CallCancelled, HostError, HostLost, HostUnfit, SkyfabError, UsageError
+from skyfab.errors import CallCancelled, HostError, HostLost, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
+from skyfab.pool.host_store import HostStore
 from skyfab.pool.workdir import Workdir
 from skyfab.protocol import messages
-from skyfab.protocol.blobs import LARGE, name_of
-from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import AgentHello
 from skyfab.session.lines import Lines
-from skyfab.session.replies import Failure
 from skyfab.session.session import Session
 from skyfab.ui.events import Events, HostState, Importing, Output
 
@@ -38,10 +34,6 @@ TABLE: Final = ("host", "login", "Python", "platform", "GPUs", "state")
 """The head of the table that shows nodes."""
 _FUNCTIONS: Final = 256
 """Functions that a host caches; the least recently used is dropped first."""
-_HELD: Final = 64 * 1024 * 1024
-"""Bytes of the project's files that are held in memory until the host has received them."""
-_SAMPLES: Final = 4096
-"""Samples of large arguments that are kept, to detect repeated ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,11 +128,8 @@ class Node(ShownAsTable):
         self._workers: dict[str, tuple[WorkerSpec, int]] = {}
         self._generation = 0
         self._functions: OrderedDict[str, None] = OrderedDict()
-        self._trees = {""}
-        self._blobs: set[str] = set()
-        self._coming: dict[str, list[Callable[[Exception | None], None]]] = {}
-        """Blobs that are being sent, with the callbacks that wait for them."""
-        self._seen: OrderedDict[tuple[int, bytes], None] = OrderedDict()
+        self.store = HostStore(host.name)
+        """What the host has been sent: large arguments and the project's files."""
         self._connection: Any = None
         self.members: Mapping[str, Member] = {}
         """The workers that belong to a gang, or did until just now, and the members that they are."""
@@ -212,17 +201,14 @@ class Node(ShownAsTable):
         self.session.close()
 
     def reset(self, session: Session) -> None:
-        """Switches to a session with a new agent, which has nothing yet."""
+        """Switches to a session with an agent that has nothing yet; also before the first one is opened."""
         with self._lock:
-            coming, self._coming = self._coming, {}
             self.session = session
             self._workers.clear()
             self._functions.clear()
-            self._trees = {""}
-            self._blobs.clear()
-            self._seen.clear()
-        for listener in [listener for listeners in coming.values() for listener in listeners]:
-            listener(HostLost("its agent was replaced", host=self.name))
+            waiting = self.store.reset(session)
+        for failed in waiting:
+            failed(HostLost("its agent was replaced", host=self.name))
 
     # ---- events of its session
 
@@ -292,14 +278,8 @@ class Node(ShownAsTable):
         """
         function, arguments = call.function, call.arguments
         names: dict[int, str] = {}
-        content: dict[str, memoryview] = {}
         if store != "none" and (function.payload.buffers or arguments.buffers):
-            for payload, fits in ((function.payload, _is_large), (arguments, self._belongs_in_store)):
-                for buffer in payload.buffers:
-                    name = payload.refs.get(id(buffer))
-                    if name is not None or fits(buffer, store == "all"):
-                        name = names[id(buffer)] = name or name_of(buffer)
-                        content[name] = buffer
+            names, content = self.store.large(call, shared=store == "all")
 
         def go() -> int:
             with self._lock:
@@ -321,7 +301,7 @@ class Node(ShownAsTable):
 
         if not names:
             return go()
-        self._store(content, go, caller.failed)
+        self.store.add(content, go, caller.failed)
         return 0
 
     def has_worker(self, worker: str, generation: int) -> bool:
@@ -377,127 +357,6 @@ class Node(ShownAsTable):
             oldest, _ = self._functions.popitem(last=False)
             self.session.send(messages.Forget(digests=[oldest]))
 
-    # ---- content
-
-    def _belongs_in_store(self, buffer: memoryview, shared: bool) -> bool:
-        """Buffers that are shared or repeated go to the host's store; others are sent inline, with the call.
-
-        A sample decides whether a buffer may be a repeated one. The store then goes by the hash of the full content.
-        """
-        if len(buffer) < LARGE:
-            return False
-        step = len(buffer) // 64
-        sample = (len(buffer), b"".join(bytes(buffer[at : at + 16]) for at in range(0, len(buffer), step)))
-        with self._lock:
-            known = sample in self._seen
-            self._seen[sample] = None
-            self._seen.move_to_end(sample)
-            if len(self._seen) > _SAMPLES:
-                self._seen.popitem(last=False)
-        return known or shared
-
-    def _store(
-        self, content: Mapping[str, Buffer], then: Callable[[], object], failure: Failure, *, keep: bool = False
-    ) -> None:
-        """Sends the blobs that the host lacks and that are not being sent already, then calls `then`.
-
-        With `keep` they are files of the project, and the host has said that it lacks them.
-        """
-        with self._lock:
-            waiting = dict.fromkeys(name for name in content if keep or name not in self._blobs)
-            new = [name for name in waiting if name not in self._coming]
-
-            def settled(name: str, error: Exception | None) -> None:
-                if error is not None and waiting:
-                    waiting.clear()
-                    failure(error)
-                elif name in waiting:
-                    del waiting[name]
-                    if not waiting:
-                        try:
-                            then()
-                        except SkyfabError as lost:
-                            failure(lost)
-
-            there = not waiting
-            for name in waiting:
-                self._coming.setdefault(name, []).append(functools.partial(settled, name))
-        for name in new:
-            self.send_blob(name, content[name], keep=keep)
-        if there:
-            then()
-
-    def reserve(self, names: Iterable[str]) -> list[str]:
-        """Those of the blobs that the host lacks and nobody sends. The caller sends them, and calls `arrived`."""
-        with self._lock:
-            new = [name for name in names if name not in self._blobs and name not in self._coming]
-            self._coming.update((name, []) for name in new)
-        return new
-
-    def arrived(self, name: str, error: Exception | None, session: Session) -> None:
-        """A blob that was sent in a session is there, or will not be."""
-        with self._lock:
-            if self.session is not session:  # `reset` has called the listeners
-                return
-            if error is None:
-                self._blobs.add(name)
-            listeners = self._coming.pop(name, [])
-        for listener in listeners:
-            listener(error)
-
-    def send_blob(self, name: str, content: Buffer, *, keep: bool = False) -> None:
-        """Sends a blob that is reserved."""
-        session = self.session
-
-        def done(error: Exception | None) -> None:
-            self.arrived(name, error, session)
-
-        def answer(reply: messages.Message, _: list[memoryview]) -> None:
-            failed = isinstance(reply, messages.Failed)
-            done(HostUnfit(reply.text, host=self.name, hint=reply.hint) if failed else None)  # type: ignore[attr-defined]
-
-        message = messages.Blob(name=name, parts=[len(content)], keep=keep)
-        try:
-            session.send(message, [content], answer=answer, failure=done)
-        except SkyfabError as error:  # the host is lost: other calls may wait for this blob too
-            done(error)
-
-    def _store_now(self, content: Mapping[str, Buffer]) -> None:
-        """Sends files of the project, and waits until the host has stored them. Raises HostLost and HostUnfit."""
-        outcomes: list[Exception | None] = []
-        self._store(content, lambda: outcomes.append(None), outcomes.append, keep=True)
-        self.session.wait(lambda: bool(outcomes))
-        if outcomes and outcomes[0] is not None:
-            raise outcomes[0]
-
-    def knows(self, tree: Tree) -> bool:
-        return tree.digest in self._trees
-
-    def sync_project(self, tree: Tree) -> bool:
-        """Sends the project's files that the host lacks, and waits until the tree is laid out there.
-
-        Returns False if a file has changed since the tree was read.
-        """
-        if tree.digest in self._trees:
-            return True
-        missing = self.session.ask(messages.Has(names=list(tree.sources)))
-        assert isinstance(missing, messages.Missing)
-        wanted = [name for name in missing.names if name in tree.sources]  # never send a file that was not offered
-        content, held = dict[str, Buffer](), 0
-        for name in wanted:
-            found = tree.content(name)
-            if found is None:
-                return False
-            content[name] = found
-            held += len(found)
-            if held > _HELD:
-                self._store_now(content)
-                content, held = {}, 0
-        self._store_now(content)
-        self.session.ask(messages.Tree(digest=tree.digest, files=[list(pair) for pair in tree.files]))
-        self._trees.add(tree.digest)
-        return True
-
 
 def _head(worker: str, call: PackedCall, parts: tuple[messages.Part, ...], *, each: bool) -> bytes:
     return messages.Call.head(
@@ -510,7 +369,3 @@ def _head(worker: str, call: PackedCall, parts: tuple[messages.Part, ...], *, ea
         ask=call.batch,
         same_gpus=call.same_gpus,
     )
-
-
-def _is_large(buffer: memoryview, _shared: bool) -> bool:
-    return len(buffer) >= LARGE

@@ -122,14 +122,14 @@ class Nodes(Owner):
         pool, timing = _pool_name(), replace(self.timing, lease=lease)
         made = [Node(index, host, self._inventory, Owner(Events())) for index, host in enumerate(hosts)]
         for node in made:
-            node.session = self._session(node, f"{pool}-{node.index}", ("any", None), timing)
+            node.reset(self._session(node, f"{pool}-{node.index}", ("any", None), timing))
         return made
 
     def _make(self, index: int, host: Host, owner: Owner, pool: str) -> Node:
         node = Node(index, host, self._inventory, owner)
         node.workdir = self._workdirs.of(host)
         node.owner = self.job
-        node.session = self._new_session(node, pool)
+        node.reset(self._new_session(node, pool))
         return node
 
     def _new_session(self, node: Node, pool: str | None = None) -> Session:

@@ -72,10 +72,10 @@ class ProjectSync:
         while True:
             with self._lock:  # held, so that no newer tree is sent to the others before `accept`
                 tree = self.tree
-                if tree is None or node.knows(tree):
+                if tree is None or node.store.knows(tree):
                     accept()
                     return
-            if not node.sync_project(tree):  # a file has changed: the next call reads again
+            if not node.store.sync(tree):  # a file has changed: the next call reads again
                 with self._lock:
                     self.tree = None
 
@@ -83,7 +83,7 @@ class ProjectSync:
 def _learns(tree: Tree, node: Node) -> bool:
     """Syncs one node. Returns False if a file has changed since the tree was read. A host lost meanwhile is skipped."""
     try:
-        return node.sync_project(tree)
+        return node.store.sync(tree)
     except HostLost as error:
         node.note_lost(error)
         return True

@@ -127,15 +127,15 @@ class Relay:
             payload.refs = {**payload.refs, id(part): name}  # it is not hashed again for each host
             content[name] = part
         sessions = {node: node.session for node in nodes}
-        reserved = {node: node.reserve(content) for node in nodes}
+        reserved = {node: node.store.reserve(content) for node in nodes}
         lacking = [node for node, names in reserved.items() if sum(len(content[name]) for name in names) >= LEAST]
 
         def done(node: Node, error: Exception | None) -> None:
             for name in reserved.pop(node, ()):
                 if error is None or isinstance(error, UsageError):  # it was modified
-                    node.arrived(name, error, sessions[node])
+                    node.store.arrived(name, error, sessions[node])
                 elif node.session is sessions[node]:  # as to a single host, with the same errors
-                    node.send_blob(name, content[name])
+                    node.store.send(name, content[name])
 
         def relay(lacking: Sequence[Node]) -> None:
             try:
@@ -153,7 +153,7 @@ class Relay:
     def send_project(self, tree: Tree, nodes: Sequence[Node]) -> None:
         """Sends large files of the project that several hosts lack. Then each host is asked what it still lacks."""
         large = {name: path for name, path in tree.sources.items() if path.is_file() and path.stat().st_size >= LARGE}
-        new = [node for node in nodes if not node.knows(tree)]
+        new = [node for node in nodes if not node.store.knows(tree)]
         if not large or len({machine_of(node) for node in new}) < 2:
             return
 

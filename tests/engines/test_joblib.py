@@ -137,7 +137,7 @@ def test_a_large_array_is_sent_once_by_its_content(
     put = vars(joblib_backend)["put"]
     monkeypatch.setattr(joblib_backend, "put", lambda value: made.append(value) or put(value))
     joblib.Parallel(n_jobs=-1)([joblib.delayed(square)(1)])  # sends this module
-    before = set(three.hosts[0]._blobs)
+    before = set(three.hosts[0].store._blobs)
     array = numpy.ones(500_000)
     part = array[:200_000]
     found = joblib.Parallel(n_jobs=-1, batch_size=1)(
@@ -145,7 +145,7 @@ def test_a_large_array_is_sent_once_by_its_content(
     )
     assert found == [500_000.0 * each + 200_000 for each in range(30)]
     assert [len(value) for value in made] == [500_000, 200_000]
-    assert len(three.hosts[0]._blobs - before) == 2
+    assert len(three.hosts[0].store._blobs - before) == 2
     array[:] = 2
     found = joblib.Parallel(n_jobs=-1)(joblib.delayed(total)(array, each) for each in range(10))
     assert found == [1_000_000.0 * each for each in range(10)], "changed since"

@@ -50,7 +50,7 @@ def test_a_small_broadcast_does_not_overtake_a_large_one(open_pool: OpenPool) ->
     record = sky.function(remember)
     slow = pool.hosts[1]
     held, let_go = list[Callable[[], None]](), threading.Event()
-    store = slow._store
+    store = slow.store.add
 
     def hold_back(content: Any, then: Callable[[], None], failure: Any, *, keep: bool = False) -> None:
         def later() -> None:
@@ -59,7 +59,7 @@ def test_a_small_broadcast_does_not_overtake_a_large_one(open_pool: OpenPool) ->
 
         store(content, then if keep else later, failure, keep=keep)
 
-    slow._store = hold_back  # type: ignore[method-assign]
+    slow.store.add = hold_back  # type: ignore[method-assign]
     large = pool.submit(record("large", np.ones(500_000)), on="all")
     until(lambda: bool(held))
     small = pool.submit(record("small"), on="all")
@@ -117,12 +117,12 @@ def test_a_broadcast_cancelled_while_its_arguments_travel_does_not_run(open_pool
     pool = open_pool("local", count=2)
     gates = list[Callable[[], None]]()
     for node in pool.hosts:
-        store = node._store
+        store = node.store.add
 
         def hold_back(content: Any, then: Any, failure: Any, store: Any = store, *, keep: bool = False) -> None:
             store(content, then if keep else lambda: gates.append(then), failure, keep=keep)
 
-        node._store = hold_back  # type: ignore[method-assign]
+        node.store.add = hold_back  # type: ignore[method-assign]
     future = pool.submit(touch(np.ones(500_000)), on="all")
     until(lambda: len(gates) == 2)
     assert future.cancel()

@@ -43,7 +43,7 @@ class FakeCaller:
 @pytest.fixture
 def node() -> Node:
     node = Node(0, sky.Host(name="node1"), Inventory.of(None), Owner(Events()))
-    node.session = FakeSession()  # type: ignore[assignment]
+    node.reset(FakeSession())  # type: ignore[arg-type]
     return node
 
 
@@ -93,11 +93,11 @@ def test_what_an_agent_says_late_does_not_fail_an_upload_to_its_successor(node: 
 
 
 def test_samples_of_large_arguments_are_remembered_up_to_a_number(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyfab.pool.node._SAMPLES", 3)
+    monkeypatch.setattr("skyfab.pool.host_store._SAMPLES", 3)
     for number in range(10):
-        node._belongs_in_store(memoryview(bytes([number]) * LARGE), False)
-    assert len(node._seen) == 3
-    assert node._belongs_in_store(memoryview(bytes([9]) * LARGE), False), "and the last ones are known again"
+        node.store._is_repeated(memoryview(bytes([number]) * LARGE))
+    assert len(node.store._seen) == 3
+    assert node.store._is_repeated(memoryview(bytes([9]) * LARGE)), "and the last ones are known again"
 
 
 # ---- what is sent once
@@ -160,14 +160,14 @@ def test_the_function_used_longest_ago_is_forgotten_first(node: Node, monkeypatc
 def test_the_next_agent_is_sent_everything_again(node: Node) -> None:
     call(node, bytes(LARGE))
     session_of(node).answers[0](messages.Done(), [])
-    node._trees.add("tree")
+    node.store._trees.add("tree")
     node.reset(FakeSession())  # type: ignore[arg-type]
     session = session_of(node)
     call(node, bytes(LARGE))
     assert session.ops == ["blob"]
     session.answers[0](messages.Done(), [])
     assert session.ops == ["spawn", "function", "call"]
-    assert not node.knows(SimpleNamespace(digest="tree"))  # type: ignore[arg-type]
+    assert not node.store.knows(SimpleNamespace(digest="tree"))  # type: ignore[arg-type]
 
 
 # ---- large arguments
@@ -247,7 +247,7 @@ def test_a_host_that_is_lost_meanwhile_fails_the_call(node: Node) -> None:
     assert [type(error) for error in caller.errors] == [sky.HostLost]
     other = call(node, b"x" * LARGE)
     assert [type(error) for error in other.errors] == [sky.HostLost]
-    assert node._coming == {}
+    assert node.store._coming == {}
 
 
 def test_a_call_that_was_cancelled_while_its_arguments_travelled_is_not_sent(node: Node) -> None:
@@ -277,13 +277,13 @@ class FakeTree:
 def test_a_project_is_sent_once_and_only_what_is_missing(node: Node) -> None:
     session, tree = session_of(node), FakeTree()
     session.missing = ["blob2", "never offered"]
-    assert not node.knows(tree)  # type: ignore[arg-type]
-    assert node.sync_project(tree)  # type: ignore[arg-type]
+    assert not node.store.knows(tree)  # type: ignore[arg-type]
+    assert node.store.sync(tree)  # type: ignore[arg-type]
     assert [(each.name, each.keep) for each in session.sent] == [("blob2", True)]
     assert [type(each) for each in session.asked] == [messages.Has, messages.Tree]
     assert session.asked[1].files == [["a.py", "blob1"], ["b.py", "blob2"]]
-    assert node.knows(tree)  # type: ignore[arg-type]
-    assert node.sync_project(tree)  # type: ignore[arg-type]
+    assert node.store.knows(tree)  # type: ignore[arg-type]
+    assert node.store.sync(tree)  # type: ignore[arg-type]
     assert len(session.asked) == 2
 
 
@@ -291,8 +291,8 @@ def test_a_file_that_changed_meanwhile_is_said(node: Node) -> None:
     session, tree = session_of(node), FakeTree()
     session.missing = ["blob2"]
     tree.contents["blob2"] = None
-    assert not node.sync_project(tree)  # type: ignore[arg-type]
-    assert not node.knows(tree)  # type: ignore[arg-type]
+    assert not node.store.sync(tree)  # type: ignore[arg-type]
+    assert not node.store.knows(tree)  # type: ignore[arg-type]
 
 
 def test_a_file_that_cannot_be_stored_is_raised(node: Node) -> None:
@@ -300,12 +300,12 @@ def test_a_file_that_cannot_be_stored_is_raised(node: Node) -> None:
     session.missing = ["blob1"]
     session.wait = lambda done: session.answers[0](messages.Failed(text="full", hint=""), []) or done()
     with pytest.raises(sky.HostUnfit, match="full"):
-        node.sync_project(tree)  # type: ignore[arg-type]
+        node.store.sync(tree)  # type: ignore[arg-type]
 
 
 def test_a_large_project_is_sent_in_portions(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
     """A file is read when those before it have arrived: not all of them are in memory at once."""
-    monkeypatch.setattr("skyfab.pool.node._HELD", 0)
+    monkeypatch.setattr("skyfab.pool.host_store._HELD", 0)
     session, tree, sent = session_of(node), FakeTree(), list[int]()
     session.missing = ["blob1", "blob2"]
 
@@ -316,17 +316,17 @@ def test_a_large_project_is_sent_in_portions(node: Node, monkeypatch: pytest.Mon
         return done()
 
     session.wait = wait
-    assert node.sync_project(tree)  # type: ignore[arg-type]
+    assert node.store.sync(tree)  # type: ignore[arg-type]
     assert sent == [1, 2, 2]
 
 
 def test_a_file_that_is_on_its_way_is_not_sent_twice(node: Node) -> None:
     session, tree = session_of(node), FakeTree()
     session.missing = ["blob1"]
-    node._coming["blob1"] = []
-    node.send_blob("blob1", b"1", keep=True)
+    node.store._coming["blob1"] = []
+    node.store.send("blob1", b"1", keep=True)
     session.ops.clear()
-    assert node.sync_project(tree)  # type: ignore[arg-type]
+    assert node.store.sync(tree)  # type: ignore[arg-type]
     assert session.ops == []
 
 
@@ -336,7 +336,7 @@ def test_a_file_that_is_on_its_way_is_not_sent_twice(node: Node) -> None:
 def test_gpus_are_those_of_the_agent_unless_some_are_named(node: Node) -> None:
     assert node.gpus == (0, 1)
     named = Node(0, sky.Host(name="node1", gpus=(1,)), Inventory.of(None), Owner(Events()))
-    named.session = FakeSession()  # type: ignore[assignment]
+    named.reset(FakeSession())  # type: ignore[arg-type]
     assert named.gpus == (1,)
 
 

@@ -65,7 +65,7 @@ class Stage:
     def node(self) -> Any:
         """A node of its own, with a session that only notes what it is told."""
         node: Any = Node(0, sky.Host(name="node0"), sky.Inventory(hosts={}), self.owner)
-        node.session = FakeSession()
+        node.reset(FakeSession())
         return node
 
 

@@ -56,7 +56,7 @@ def sync(project: FakeProject) -> ProjectSync:
 def test_a_thread_that_read_an_older_version_does_not_bring_it_back(sync: ProjectSync, project: FakeProject) -> None:
     """It waits for its turn while another thread sends the newer one."""
     node, plans, begun, turn = FakeNode(), list[str](), threading.Event(), threading.Event()
-    node.on_sync = lambda: begun.set() or turn.wait(30)
+    node.store.on_sync = lambda: begun.set() or turn.wait(30)
     sync.open([node])  # type: ignore[list-item]
     first = threading.Thread(target=sync.digest, args=(plans.append,))
     first.start()
@@ -109,7 +109,7 @@ def test_a_thread_that_waits_while_the_pool_is_closed_and_opened_again_syncs_the
     monkeypatch.setattr(project, "tree", reopen)
     sync.digest(plans.append)
     sync.digest(plans.append)
-    assert after.trees == {"old"}
+    assert after.store.trees == {"old"}
     assert plans == ["old"]
 
 
@@ -126,11 +126,11 @@ def test_a_host_that_is_lost_while_it_is_sent_files_is_nothing_to_the_others(syn
         lost.lose()
         raise sky.HostLost("gone", host="node1")
 
-    lost.on_sync = vanish
+    lost.store.on_sync = vanish
     sync.open([lost, there])  # type: ignore[list-item]
     assert sync.digest(lambda digest: None) == "old"
     assert lost.lost is not None
-    assert there.trees == {"old"}
+    assert there.store.trees == {"old"}
 
 
 def test_a_change_while_a_node_is_taken_back_reaches_it_before_calls_do(
@@ -142,12 +142,12 @@ def test_a_change_while_a_node_is_taken_back_reaches_it_before_calls_do(
     known: list[set[str]] = []
 
     def edit() -> None:
-        back.on_sync = lambda: None
+        back.store.on_sync = lambda: None
         project.now = FakeTree("new")
         sync.digest(lambda digest: None)
 
-    back.on_sync = edit
-    sync.take_back(back, lambda: known.append(set(back.trees)))  # type: ignore[arg-type]
+    back.store.on_sync = edit
+    sync.take_back(back, lambda: known.append(set(back.store.trees)))  # type: ignore[arg-type]
     assert known == [{"old", "new"}]
 
 
@@ -210,16 +210,16 @@ def test_the_thread_that_reads_cannot_wait_for_hosts_to_have_new_files(sync: Pro
     for fd in said:
         os.close(fd)
     assert "thread" in str(told[0])
-    assert node.trees == {"old"}
+    assert node.store.trees == {"old"}
 
 
 def test_each_node_is_sent_a_version_once_and_lost_ones_are_not(sync: ProjectSync, project: FakeProject) -> None:
     first, second, lost = FakeNode(1), FakeNode(2), FakeNode(3)
     sent: list[str] = []
     for node in (first, second, lost):
-        node.on_sync = lambda node=node: sent.append(node.name)  # type: ignore[misc]
+        node.store.on_sync = lambda node=node: sent.append(node.name)  # type: ignore[misc]
     lost.lost = sky.HostLost("gone", host="node3")
-    second.trees.add("old")
+    second.store.trees.add("old")
     plans = list[str]()
     sync.open([first, second, lost])  # type: ignore[list-item]
     for _ in range(2):
@@ -234,24 +234,24 @@ def test_each_node_is_sent_a_version_once_and_lost_ones_are_not(sync: ProjectSyn
 def test_a_file_that_changes_while_it_is_sent_is_read_again(sync: ProjectSync, project: FakeProject) -> None:
     node, plans = FakeNode(), list[str]()
     project.after = FakeTree("newer")
-    send = node.sync_project
-    node.sync_project = lambda tree: tree.digest == "newer" and send(tree)  # type: ignore[method-assign]
+    send = node.store.sync
+    node.store.sync = lambda tree: tree.digest == "newer" and send(tree)  # type: ignore[method-assign]
     sync.open([node])  # type: ignore[list-item]
     assert sync.digest(plans.append) == "newer"
     assert plans == ["newer"]
-    assert node.trees == {"newer"}
+    assert node.store.trees == {"newer"}
 
 
 def test_a_file_that_changes_while_one_node_is_sent_it_is_sent_to_all(sync: ProjectSync, project: FakeProject) -> None:
     """Also to those that had the version before it: one that is slow must not keep others from the newest."""
     fast, slow = FakeNode(1), FakeNode(2)
-    fast.trees.add("old")
+    fast.store.trees.add("old")
     project.after = FakeTree("newer")
-    send = slow.sync_project
-    slow.sync_project = lambda tree: tree.digest == "newer" and send(tree)  # type: ignore[method-assign]
+    send = slow.store.sync
+    slow.store.sync = lambda tree: tree.digest == "newer" and send(tree)  # type: ignore[method-assign]
     sync.open([fast, slow])  # type: ignore[list-item]
     assert sync.digest(lambda digest: None) == "newer"
-    assert "newer" in fast.trees & slow.trees
+    assert "newer" in fast.store.trees & slow.store.trees
 
 
 def test_a_handler_that_raises_leaves_slots_with_the_version_that_is_noted(
@@ -287,20 +287,20 @@ def test_a_file_that_changes_while_a_node_is_taken_back_is_left_to_the_next_call
     other, back, accepted = FakeNode(), FakeNode(), list[str]()
     sync.open([other])  # type: ignore[list-item]
     sync.digest(lambda digest: None)
-    back.sync_project = lambda tree: False  # type: ignore[method-assign]
+    back.store.sync = lambda tree: False  # type: ignore[method-assign]
     sync.take_back(back, lambda: accepted.append("back"))  # type: ignore[arg-type]
     assert accepted == ["back"]
     sync.open([other, back])  # type: ignore[list-item]
-    back.sync_project = lambda tree: back.trees.add(tree.digest) or True  # type: ignore[func-returns-value,method-assign]
+    back.store.sync = lambda tree: back.store.trees.add(tree.digest) or True  # type: ignore[func-returns-value,method-assign]
     sync.digest(lambda digest: None)
-    assert back.trees == {"old"}
+    assert back.store.trees == {"old"}
 
 
 def test_a_node_that_has_everything_is_taken_back_without_more(sync: ProjectSync, project: FakeProject) -> None:
     back, accepted = FakeNode(), list[str]()
-    back.on_sync = lambda: pytest.fail("it was sent something")
+    back.store.on_sync = lambda: pytest.fail("it was sent something")
     sync.take_back(back, lambda: accepted.append("before the first call"))  # type: ignore[arg-type]
-    back.trees.add("old")
+    back.store.trees.add("old")
     sync.open([back])  # type: ignore[list-item]
     sync.digest(lambda digest: None)
     sync.take_back(back, lambda: accepted.append("after it"))  # type: ignore[arg-type]

@@ -102,6 +102,24 @@ class FakeSession:
         return True
 
 
+class FakeStore:
+    """What a host has been sent."""
+
+    def __init__(self) -> None:
+        self.trees: set[str] = set()
+        self.on_sync: Callable[[], None] = lambda: None
+
+    def knows(self, tree: Any) -> bool:
+        return tree.digest in self.trees
+
+    def sync(self, tree: Any) -> bool:
+        if tree.digest in self.trees:
+            return True
+        self.on_sync()
+        self.trees.add(tree.digest)
+        return True
+
+
 class FakeNode:
     """A host that takes calls; the test answers them."""
 
@@ -121,8 +139,7 @@ class FakeNode:
         self.unassigned: list[int] = []
         self.released: list[str] = []
         self.members: dict[str, Any] = {}
-        self.trees: set[str] = set()
-        self.on_sync: Callable[[], None] = lambda: None
+        self.store = FakeStore()
 
     def _check(self) -> None:
         if self.is_gone:
@@ -155,16 +172,6 @@ class FakeNode:
 
     def close(self) -> None:
         self.session.close()
-
-    def knows(self, tree: Any) -> bool:
-        return tree.digest in self.trees
-
-    def sync_project(self, tree: Any) -> bool:
-        if tree.digest in self.trees:
-            return True
-        self.on_sync()
-        self.trees.add(tree.digest)
-        return True
 
 
 def packed(size: int = 0, label: str = "f", **options: Any) -> PackedCall:

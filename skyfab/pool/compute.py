@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, ParamSpec, Type
 
 from skyfab._util.html import ShownAsTable
 from skyfab._util.signals import SIGNAL_GUARD, without_signals
-from skyfab._util.sizes import seconds_of
 from skyfab.calls import nesting
 from skyfab.calls.call import (
     Call,
@@ -46,7 +45,7 @@ from skyfab.pool import compiled
 from skyfab.pool.actor import Limits
 from skyfab.pool.broadcasts import Broadcasts
 from skyfab.pool.detach import Detacher
-from skyfab.pool.devices import DeviceCall, Devices, device_name
+from skyfab.pool.devices import DeviceCall, Devices, call_that_stays
 from skyfab.pool.files import AnyPath, Files
 from skyfab.pool.forward import Forward, Forwards
 from skyfab.pool.futures import CallFuture, refuse_to_block, wait_for
@@ -762,24 +761,11 @@ class Compute(ShownAsTable):
         node = named(self.hosts, on or "head")
         if name is None:
             return self._devices.open(node, kind, self._sync_tree()).torch_device
-        from skyfab.host.device.stay import device_that_stays
-
-        limits = _seconds("keep", keep), None if idle is None else _seconds("idle", idle)
-        for run in runs(self.selected, inventory=self.inventory):
-            if run.name == name and run.state == "running":
-                if (opened := self._devices.streams.get((node.name, run.id))) is not None:
-                    return opened.torch_device
-                hint = f'sky.attach_device("{name}"), or delete it with all that it keeps: skyfab stop {run.id[:8]}'
-                raise UsageError(f"there is a run {name!r}", host=run.hosts[0], hint=hint)
-        stay = Function(device_that_stays, timeout=1e9)  # that of the pool is for other calls
-        run = self.launch(stay(device_name(node, kind), *limits), on=node.name, name=name)
-        try:
-            return self.join_device(run, seeded=True).torch_device
-        except BaseException:
-            if run.status == "failed":
-                run.raise_failure()
-            run.stop()
-            raise
+        stay = call_that_stays(node, kind, keep=keep, idle=idle)
+        used = self._devices.find_lasting(node, name, runs(self.selected, inventory=self.inventory))
+        if used is None:
+            used = self._devices.join_new(node, self.launch(stay, on=node.name, name=name), self._sync_tree())
+        return used.torch_device
 
     def join_device(self, run: Run, *, seeded: bool) -> DeviceStream:
         """Uses the device of a `run`. If it is not `seeded`, its random numbers continue. Raises UsageError."""
@@ -845,13 +831,6 @@ def _parents_pool() -> UsageError:
         "this pool was opened by the process that this one was forked from",
         hint="open another one in this process: with sky.Compute(…) as compute: …",
     )
-
-
-def _seconds(option: str, value: str | float) -> float:
-    """Raises UsageError."""
-    found = seconds_of(value) if isinstance(value, str) else value
-    check_seconds(option, value if found is None else found)
-    return float(found or 0)
 
 
 def _check_options(

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from skyfab import context
 from skyfab._util.signals import SIGNAL_GUARD, is_from_handler
-from skyfab._util.sizes import counted
-from skyfab.calls.call import Call, as_function
+from skyfab._util.sizes import counted, seconds_of
+from skyfab.calls.call import Call, Function, as_function, check_seconds
 from skyfab.calls.pack import (
     PackedCall,
     PackedFunction,
@@ -30,6 +30,7 @@ from skyfab.calls.pack import (
     sources_of,
 )
 from skyfab.calls.results import deliver, unpack_result
+from skyfab.detached.run import Run
 from skyfab.device import devices
 from skyfab.device.stream import DeviceFuture, DeviceStream
 from skyfab.errors import DeviceError, HostLost, HostUnfit, SkyfabError, UsageError, WorkerDied
@@ -200,6 +201,24 @@ class Devices:
         atexit.register(self.close)  # the kernel of a notebook may end without closing the pool
         return stream
 
+    def find_lasting(self, node: Node, name: str, runs: Sequence[Run]) -> DeviceStream | None:
+        """The device called `name` that this pool has made on the node. Raises UsageError if something else is."""
+        run = next((run for run in runs if run.name == name and run.state == "running"), None)
+        if run is None or (node.name, run.id) in self.streams:
+            return None if run is None else self.streams[node.name, run.id]
+        hint = f'sky.attach_device("{name}"), or delete it with all that it keeps: skyfab stop {run.id[:8]}'
+        raise UsageError(f"there is a run {name!r}", host=run.hosts[0], hint=hint)
+
+    def join_new(self, node: Node, run: Run, tree: str) -> DeviceStream:
+        """The device of a run that has just begun. If that fails, stops the run, and raises why it failed."""
+        try:
+            return self.join(node, run.id, tree, seeded=True)
+        except BaseException:
+            if run.status == "failed":
+                run.raise_failure()
+            run.stop()
+            raise
+
     def close(self) -> None:
         """The pool closes. An error that no use of a device has raised is reported."""
         streams, self.streams = self.streams, {}
@@ -270,6 +289,22 @@ class Devices:
             if isinstance(error, DeviceError) or not isinstance(error, SkyfabError):
                 raise  # an error that is raised once must not wait in a future; the device's end is found again
         return started
+
+
+def call_that_stays(node: Node, kind: str, *, keep: str | float, idle: str | float | None) -> Call[Any]:
+    """The call of a detached run that is a device. Raises UsageError and HostUnfit."""
+    from skyfab.host.device.stay import device_that_stays  # loads the code of workers
+
+    limits = _seconds("keep", keep), None if idle is None else _seconds("idle", idle)
+    stay: Function[..., Any] = Function(device_that_stays, timeout=1e9)  # that of the pool is for other calls
+    return stay(device_name(node, kind), *limits)
+
+
+def _seconds(option: str, value: str | float) -> float:
+    """Raises UsageError."""
+    found = seconds_of(value) if isinstance(value, str) else value
+    check_seconds(option, value if found is None else found)
+    return float(found or 0)
 
 
 def device_name(node: Node, kind: str) -> str:

@@ -10,10 +10,10 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from skyfab.errors import SkyfabError
 from skyfab.inventory.host import Host
@@ -22,10 +22,28 @@ if TYPE_CHECKING:
     from skyfab.env.install import Package, Report
 
 _LOG: Final = logging.getLogger("skyfab")
-_LEAST: Final = 4 << 20
+LEAST: Final = 4 << 20
 """Bytes that several hosts must lack before they pass them on to each other."""
 _LOOK: Final = 0.2
 """Seconds after which a waiting host checks whether the pool was closed."""
+H = TypeVar("H")
+T = TypeVar("T")
+
+
+def by_hosts(lacking: Mapping[H, Iterable[T]]) -> dict[tuple[H, ...], list[T]]:
+    """From what each host lacks: what each group of hosts lacks together.
+
+    >>> by_hosts({"a": [1, 2, 3], "b": [1, 2]})
+    {('a', 'b'): [1, 2], ('a',): [3]}
+    """
+    hosts: dict[T, list[H]] = {}
+    for host, things in lacking.items():
+        for thing in things:
+            hosts.setdefault(thing, []).append(host)
+    groups: dict[tuple[H, ...], list[T]] = {}
+    for thing, those in hosts.items():
+        groups.setdefault(tuple(those), []).append(thing)
+    return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +112,7 @@ class Sharing:
     def _run(self, deliver: Deliver) -> None:
         try:
             deliveries = self._deliveries()
-            if sum(path.stat().st_size for each in deliveries for path in each.files.values()) >= _LEAST:
+            if sum(path.stat().st_size for each in deliveries for path in each.files.values()) >= LEAST:
                 deliver(deliveries, self)
         except (SkyfabError, OSError) as error:  # if it persists, a host raises it when it is sent the same
             _LOG.debug("packages are not relayed: %s", error)
@@ -123,19 +141,12 @@ class Sharing:
         """What several hosts lack: one delivery for each group of hosts that lack the same."""
         from skyfab.env.install import fetched  # late: most pools build no environment
 
-        lacking: dict[Package, list[Host]] = {}
-        for lack in self._lacks:
-            for package in lack.packages:
-                lacking.setdefault(package, []).append(lack.host)
-        groups: dict[tuple[Host, ...], list[Package]] = {}
-        for package, hosts in lacking.items():
-            if len(hosts) > 1:
-                groups.setdefault(tuple(hosts), []).append(package)
         found = []
-        for group, packages in groups.items():
-            progress = functools.partial(self._fetching, group)
-            files = {one.sha256: one.content for one in fetched(packages, progress) if isinstance(one.content, Path)}
-            found.append(Delivery(files=files, hosts=group))
+        for group, packages in by_hosts({lack.host: lack.packages for lack in self._lacks}).items():
+            if len(group) > 1:
+                files = fetched(packages, functools.partial(self._fetching, group))
+                content = {one.sha256: one.content for one in files if isinstance(one.content, Path)}
+                found.append(Delivery(files=content, hosts=group))
         return found
 
     def _fetching(self, hosts: Sequence[Host], done: int, total: int) -> None:

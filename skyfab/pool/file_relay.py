@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import threading
@@ -11,16 +12,16 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from skyfab.env.share import LEAST, by_hosts
 from skyfab.errors import SkyfabError, UsageError
 from skyfab.files.entries import text
 from skyfab.files.source import SMALL, Source, opened
 from skyfab.files.transfer import FILES, Transfer
 from skyfab.host.relay import chunks_of, hash_of, step_of
-from skyfab.pool.addresses import machine_of
 from skyfab.pool.chain import Chain, ChainHost, Hashes
-from skyfab.pool.file_worker import Answer, Remote
+from skyfab.pool.file_worker import Remote
 from skyfab.pool.node import Node
-from skyfab.pool.relay import LEAST, Relay
+from skyfab.pool.relay import Relay, is_worth
 
 _File = tuple[int, int, int]
 """A file: its number, size and time."""
@@ -82,19 +83,12 @@ class SharedUpload:
         return [number for number in lacks if number in left]
 
     def _arranged(self) -> list[_Part]:
-        """A relay for each set of hosts that lack the same files."""
-        owners: dict[int, list[Node]] = {}
-        for node in self._nodes:
-            for number in self._members[node].lacks if node in self._members else ():
-                owners.setdefault(number, []).append(node)
-        groups: dict[tuple[Node, ...], list[int]] = {}
-        for number, those in owners.items():
-            groups.setdefault(tuple(those), []).append(number)
+        """A relay for each group of hosts that lack the same files."""
         parts: list[_Part] = []
-        for nodes, numbers in groups.items():
+        lacking = {node: self._members[node].lacks for node in self._nodes if node in self._members}
+        for nodes, numbers in by_hosts(lacking).items():
             members = [self._members[node] for node in nodes]
-            is_much = sum(members[0].transfer.listed(number)[0] for number in numbers) >= LEAST
-            if is_much and len({machine_of(node) for node in nodes}) > 1:
+            if is_worth(sum(members[0].transfer.listed(number)[0] for number in numbers), nodes):
                 parts.append(_Part(len(parts), self._relay, _Files(members[0], numbers), members))
         return parts
 
@@ -106,7 +100,10 @@ class _Part:
         self._place = place
         self._files = files
         self._members = {member.node: member for member in members}
-        self.hosts = {member.node: ChainHost(member.node, _Worker(place, member.remote)) for member in members}
+        self.hosts = {
+            member.node: ChainHost(member.node, functools.partial(member.remote.ask, "relay", place))
+            for member in members
+        }
         hosts = [*self.hosts.values()]
         self._chain = Chain(files, hosts, len(hosts), relay.events, relay.apart, self._progress)
 
@@ -119,7 +116,7 @@ class _Part:
             host.error = error  # other hosts leave it; its transfer raises its own errors again
         lacks = {*range(len(self._files.items))}
         with suppress(SkyfabError):
-            lacks = set(host.ask(list[int], "commit", False))
+            lacks = set(host.ask(list[int], "commit"))
         items = [files for item, files in enumerate(self._files.items) if item not in lacks]
         numbers = [number for files in items for number, _, _ in files]
         member.transfer.relayed(numbers, member.received.get(self._place, 0))
@@ -129,19 +126,6 @@ class _Part:
         member = self._members[node]
         member.transfer.arrived(done - member.received.get(self._place, 0))
         member.received[self._place] = done
-
-
-class _Worker:
-    """The worker of a transfer, as a participant of one relay."""
-
-    def __init__(self, place: int, remote: Remote) -> None:
-        self._place = place
-        self._remote = remote
-
-    def ask(self, request: str, *arguments: Any) -> Answer:
-        answer = self._remote.ask("relay", self._place, request, *arguments)
-        assert isinstance(answer, Answer)
-        return answer
 
 
 class _Files:

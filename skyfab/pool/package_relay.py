@@ -9,12 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
-from skyfab.env.share import Delivery, Sharing
+from skyfab.env.share import LEAST, Delivery, Sharing
 from skyfab.inventory.host import Host
-from skyfab.pool.addresses import machine_of
 from skyfab.pool.node import Node
 from skyfab.pool.nodes import Nodes
-from skyfab.pool.relay import Relay
+from skyfab.pool.relay import Relay, is_worth
 from skyfab.session.fanout import Raised, for_each_host
 
 _PATIENCE: Final = 10.0
@@ -40,15 +39,14 @@ class PackageRelay:
                 sharing.settle(host)
 
         def send(delivery: Delivery) -> None:
-            targets = {node.host.name: node for node in nodes if node.host in delivery.hosts}
-            if len({machine_of(node) for node in targets.values()}) < 2:
-                targets = {}
-            for host in delivery.hosts:
-                if host.name not in targets:
-                    done(host)
+            targets = [node for node in nodes if node.host in delivery.hosts]
+            if not is_worth(LEAST, targets):
+                targets = []
+            for host in set(delivery.hosts) - {node.host for node in targets}:
+                done(host)
             self._relay.send(
                 delivery.files,
-                [*targets.values()],
+                targets,
                 keep=True,
                 progress=lambda node, done, total: sharing.moved(node.host, done, total),
                 done=lambda node, error: done(node.host),

@@ -132,12 +132,6 @@ def _relay(place: int, request: str, *arguments: Any) -> Any:
     return getattr(_relays[place], request)(*arguments)
 
 
-def _measure(names: Sequence[str], first: int, last: int) -> tuple[list[int], str]:
-    from skyfab.host.relay import measure
-
-    return measure(names, first, last)
-
-
 def _hub() -> None:
     """Opens the host's cache of the hub."""
     global _side
@@ -157,7 +151,7 @@ def _compiled(way: str) -> str:
     return os.path.basename(folder).decode()
 
 
-_OPENING = ("receive", "send", "news", "open", "measure", "hub", "compiled")
+_OPENING = ("receive", "send", "news", "open", "hub", "compiled")
 _REQUESTS: dict[str, Any] = {
     "receive": _receive,
     "send": _send,
@@ -165,7 +159,6 @@ _REQUESTS: dict[str, Any] = {
     "fetched": _fetched,
     "open": _open,
     "relay": _relay,
-    "measure": _measure,
     "hub": _hub,
     "compiled": _compiled,
 }

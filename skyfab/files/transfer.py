@@ -6,10 +6,10 @@ Requests to the side that is on a host are sent ahead, so that neither side wait
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeVar
 
 from skyfab._util import schema
 from skyfab._util.sizes import counted, readable
@@ -18,9 +18,10 @@ from skyfab.files.entries import FILE, LARGEST, shown
 from skyfab.files.source import GONE, PIECE, SMALL
 from skyfab.files.target import EQUAL_SIZE, NEWER
 
+T = TypeVar("T")
 _AHEAD: Final = 16
 """Requests that are sent ahead: to read packs and pieces, and as many to write them."""
-FILES: Final = 512
+_FILES: Final = 512
 """Files of one pack."""
 _PACK: Final = 2 * SMALL
 """Bytes of one pack at most: files may have grown since they were listed."""
@@ -41,7 +42,7 @@ _SHAPES: Final[Mapping[str, Any]] = {
     "pack": tuple[list[tuple[int, int, int]], bytes],
     "piece": tuple[bool, bytes],
 }
-"""For each request, the type of its reply, which may come from a host that is not trusted."""
+"""For each request of a transfer, the type of its reply, which may come from a host that is not trusted."""
 
 
 class Reply(Protocol):
@@ -68,12 +69,12 @@ class Ready:
         return self.value
 
 
-def check(request: str, value: Any) -> Any:
-    """Returns a reply. Raises ProtocolError if it does not match the request."""
+def check(request: str, reply: Reply, shape: Any = None, host: str | None = None) -> Any:
+    """Waits for a reply. Raises ProtocolError if it does not match the request."""
     try:
-        return schema.parse(_SHAPES[request], value)
+        return schema.parse(shape or _SHAPES[request], reply.result())
     except schema.Invalid as error:
-        raise ProtocolError(f"invalid reply to {request}: {error}") from None
+        raise ProtocolError(f"invalid reply to {request}: {error}", host=host) from None
 
 
 class Here:
@@ -84,6 +85,20 @@ class Here:
 
     def ask(self, request: str, *arguments: Any) -> Reply:
         return Ready(getattr(self._side, request)(*arguments))
+
+
+def packs(files: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Files in packs of small ones; a large one has a pack of its own."""
+    pack: list[T] = []
+    room = SMALL
+    for file in files:
+        if pack and (size_of(file) > room or len(pack) == _FILES):
+            yield pack
+            pack, room = [], SMALL
+        pack.append(file)
+        room -= size_of(file)
+    if pack:
+        yield pack
 
 
 @dataclass(slots=True, repr=False)
@@ -201,7 +216,7 @@ class Transfer:
         compared: deque[Reply] = deque()
         wanted: list[tuple[int, int]] = []
         while True:
-            rows, skipped = check("rows", lists.popleft().result())
+            rows, skipped = check("rows", lists.popleft())
             for path, why in skipped:
                 self.report.note(path, why)
             if not rows:
@@ -224,7 +239,7 @@ class Transfer:
     def _judge(self, answer: Reply) -> Iterator[tuple[int, int]]:
         """Of the files that are needed, those whose content differs."""
         asked: list[tuple[int, int, str, Reply]] = []
-        for number, state, there, digest in check("compare", answer.result()):
+        for number, state, there, digest in check("compare", answer):
             is_file = 0 <= number < len(self._rows) and self._rows[number][1] == FILE
             if not is_file or not 0 <= there <= 2 * LARGEST:
                 raise ProtocolError(f"no file {number} in this transfer")
@@ -235,7 +250,7 @@ class Transfer:
             else:
                 yield number, there
         for number, there, digest, reply in asked:
-            if check("digest", reply.result()) == digest and digest:
+            if check("digest", reply) == digest and digest:
                 self._writing.append((self._target.ask("adopt", number), 0))
                 self._wait_for_writing(_AHEAD)
             else:
@@ -244,22 +259,14 @@ class Transfer:
     # ---- content
 
     def _send_small(self, numbers: Sequence[int]) -> None:
-        pack: list[int] = []
-        room = SMALL
-        for number in numbers:
-            if pack and (self._size(number) > room or len(pack) == FILES):
-                self._read("pack", pack, _PACK)
-                pack, room = [], SMALL
-            pack.append(number)
-            room -= self._size(number)
-        if pack:
+        for pack in packs(numbers, self._size):
             self._read("pack", pack, _PACK)
         self._pass_all_on()
 
     def _send_large(self, numbers: Sequence[int]) -> None:
         begun = deque(self._target.ask("begin", number) for number in numbers[:1])
         for number, following in zip_longest(numbers, numbers[1:]):
-            at = self._resumed(number, *check("begin", begun.popleft().result()))
+            at = self._resumed(number, *check("begin", begun.popleft()))
             if following is not None:
                 begun.append(self._target.ask("begin", following))
             self._advance(at)
@@ -273,11 +280,11 @@ class Transfer:
         """Where to resume: after what an earlier transfer has left, if that is the beginning of the file."""
         if not 0 < size <= self._size(number):
             return 0
-        return size if check("hold", self._source.ask("hold", number, size).result()) == digest else 0
+        return size if check("hold", self._source.ask("hold", number, size)) == digest else 0
 
     def _reopen(self, number: int) -> bool:
         """A large file has changed since it was listed or begun: it is sent as it is now, once. False if it is gone."""
-        size, time = check("reopen", self._source.ask("reopen", number).result())
+        size, time = check("reopen", self._source.ask("reopen", number))
         if size == GONE:
             return False
         self._rows[number][2] = size
@@ -297,12 +304,12 @@ class Transfer:
         self._pace(size - last)
         reply = self._source.ask("piece", number, last, size - last)
         self._pass_all_on()
-        is_changed, data = check("piece", reply.result())
+        is_changed, data = check("piece", reply)
         if self._is_cut or len(data) < size - last:
             return False
         if self._is_changed or is_changed:
-            sent = check("drafted", self._target.ask("drafted", number).result())
-            if sent != check("digest_held", self._source.ask("digest_held", last).result()):
+            sent = check("drafted", self._target.ask("drafted", number))
+            if sent != check("digest_held", self._source.ask("digest_held", last)):
                 return False
         self._pass_piece(number, last, size - last, is_changed, data)
         return True
@@ -321,7 +328,7 @@ class Transfer:
     def _pass_on(self) -> None:
         """Has the target write what was read first."""
         request, arguments, reply = self._reading.popleft()
-        found = check(request, reply.result())
+        found = check(request, reply)
         if request == "pack":
             self._pass_pack(*arguments, *found)
         else:

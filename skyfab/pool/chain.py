@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Final, Protocol
 
-from skyfab._util import schema
 from skyfab._util.certificate import new_certificate
 from skyfab.errors import HostUnfit, ProtocolError, SkyfabError, UsageError
+from skyfab.files.transfer import Reply, check
 from skyfab.host.channel import endpoints_of
 from skyfab.host.relay import BROKEN, DAMAGED, HASH
 from skyfab.pool.addresses import meeting_addresses
@@ -139,23 +139,16 @@ class ChainHost:
         """Chunks a second, over the last seconds."""
 
     def ask(self, shape: Any, request: str, *arguments: Any) -> Any:
-        return self.checked(shape, self.request(request, *arguments))
-
-    def checked(self, shape: Any, answer: Any) -> Any:
-        """Waits for a reply. Raises ProtocolError if it is invalid."""
-        try:
-            return schema.parse(shape, answer.result())
-        except schema.Invalid as error:
-            raise ProtocolError(f"invalid reply of a relay: {error}", host=self.name) from None
+        return check(request, self.request(request, *arguments), shape, self.name)
 
     def begin(self, source: ChainHost | None) -> None:
         """Takes chunks from this source from now on."""
         self.source, self.problem, self.moved = source, "", time.monotonic()
         self._marks = deque([(self.moved, self.at)])
 
-    def note(self, answer: Any, total: int) -> None:
+    def note(self, answer: Reply, total: int) -> None:
         """Takes over what the host reports about itself."""
-        at, problem, received = self.checked(tuple[int, str, int], answer)
+        at, problem, received = check("look", answer, tuple[int, str, int], self.name)
         if not self.at <= at <= total or problem not in ("", DAMAGED, BROKEN):
             raise ProtocolError("invalid reply of a relay", host=self.name)
         now = time.monotonic()
@@ -303,7 +296,7 @@ class Chain:
             answer = source.request("listen", host.name, addresses)
             if not answer.comes_within(_RESPONSE):
                 return False
-            ports = source.checked(list[int], answer)
+            ports = check("listen", answer, list[int], source.name)
         except SkyfabError:
             return False
         if not host.ask(bool, "connect", source.name, endpoints_of(addresses, ports)):

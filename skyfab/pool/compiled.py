@@ -129,9 +129,8 @@ class _Exchange:
     @contextlib.contextmanager
     def _open(self, node: Node, way: str) -> Iterator[tuple[Remote, str]]:
         """The source or target of a host's kernels, and their key. Raises ProtocolError for an invalid one."""
-        with contextlib.closing(Remote(node, self._spec_of(node, ""))) as remote:
-            remote.stopped = self._stopped
-            key = check("compiled", remote.ask("compiled", way).result())
+        with contextlib.closing(Remote(node, self._spec_of(node, ""), self._stopped)) as remote:
+            key = check("compiled", remote.ask("compiled", way))
             if not re.fullmatch("([0-9a-f]{40})?", key):
                 raise ProtocolError("invalid key of kernels", host=node.name)
             self._keys[node] = key

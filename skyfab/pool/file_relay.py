@@ -7,7 +7,7 @@ import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -16,15 +16,13 @@ from skyfab.env.share import LEAST, by_hosts
 from skyfab.errors import SkyfabError, UsageError
 from skyfab.files.entries import text
 from skyfab.files.source import SMALL, Source, opened
-from skyfab.files.transfer import FILES, Transfer
+from skyfab.files.transfer import Transfer, packs
 from skyfab.host.relay import chunks_of, hash_of, step_of
 from skyfab.pool.chain import Chain, ChainHost, Hashes
 from skyfab.pool.file_worker import Remote
 from skyfab.pool.node import Node
 from skyfab.pool.relay import Relay, is_worth
 
-_File = tuple[int, int, int]
-"""A file: its number, size and time."""
 _PATIENCE: Final = 3.0
 """Seconds that an upload waits for hosts that are still comparing, in addition to the time until then."""
 
@@ -135,8 +133,11 @@ class _Files:
 
     def __init__(self, member: _Member, numbers: Sequence[int]) -> None:
         self._paths = member.source.paths
-        self.items = [*_packs([(number, *member.transfer.listed(number)) for number in numbers])]
-        sizes = [*map(_size, self.items)]
+        files = [(number, *member.transfer.listed(number)) for number in numbers]
+        files.sort(key=lambda file: file[1] > SMALL)
+        self.items = [*packs([file for file in files if file[1]], lambda file: file[1])]  # empty ones may be of /proc
+        """Lists of files: number, size and time of each."""
+        sizes = [sum(size for _, size, _ in files) for files in self.items]
         self._step = step_of(sum(sizes))
         self.chunks = chunks_of(sizes, self._step)
         self.hashes = Hashes(hash_of(self._content(*chunk)) for chunk in self.chunks)
@@ -168,20 +169,3 @@ class _Files:
 
     def changed(self, item: int) -> UsageError:
         return UsageError(f"{text(self._paths[self.items[item][0][0]])} changed while it was being sent")
-
-
-def _packs(files: Sequence[_File]) -> Iterator[list[_File]]:
-    """Large files, each alone, and packs of small ones. Skips empty ones: they may be files of /proc."""
-    pack: list[_File] = []
-    for file in sorted(files, key=lambda file: file[1] > SMALL):
-        if pack and (len(pack) == FILES or _size(pack) + file[1] > SMALL):
-            yield pack
-            pack = []
-        if file[1]:
-            pack.append(file)
-    if pack:
-        yield pack
-
-
-def _size(files: Sequence[_File]) -> int:
-    return sum(size for _, size, _ in files)

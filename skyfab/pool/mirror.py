@@ -18,8 +18,8 @@ from skyfab.files.entries import words
 from skyfab.files.source import expected
 from skyfab.files.target import Target
 from skyfab.files.transfer import CHANGED, Here, Report, Transfer, check
-from skyfab.pool.file_worker import Remote
-from skyfab.pool.files import AnyPath, fits
+from skyfab.pool.file_worker import Remote, fits
+from skyfab.pool.files import AnyPath
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.session.fanout import one_error
 from skyfab.ui.events import Events, Notice
@@ -114,8 +114,7 @@ class Mirror:
         while True:
             is_last = self._ending.is_set()
             try:
-                with closing(Remote(node, self._spec_of(node, ""), claims=True)) as remote:
-                    remote.stopped = self._stopped
+                with closing(Remote(node, self._spec_of(node, ""), self._stopped, claims=True)) as remote:
                     self._follow(remote, folder, report)
                 return
             except (SkyfabError, OSError) as error:
@@ -135,7 +134,7 @@ class Mirror:
         looks = _LOOKS
         while looks:
             is_last, began = self._ending.is_set(), time.monotonic()
-            count, changing = check("news", remote.ask("news", self._patterns, is_last).result())
+            count, changing = check("news", remote.ask("news", self._patterns, is_last))
             if count:
                 self._take(remote, folder, report)
             elif not is_last:

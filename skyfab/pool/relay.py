@@ -18,7 +18,7 @@ from skyfab.errors import HostUnfit, SkyfabError, UsageError
 from skyfab.host.relay import HASH, chunks_of, hash_of
 from skyfab.pool.addresses import machine_of
 from skyfab.pool.chain import Chain, ChainHost, Hashes, Progress
-from skyfab.pool.file_worker import Remote
+from skyfab.pool.file_worker import opened
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol.blobs import LARGE, name_of
 from skyfab.protocol.frames import Buffer
@@ -67,15 +67,10 @@ class Relay:
         received and how many it lacked, and `done` when a host has all items or has failed. Raises UsageError for a
         file of this machine that has changed.
         """
-        remotes = {node: Remote(node, self._spec_of(node, ""), full=FULL) for node in (*nodes, *holders)}
-        hosts = [ChainHost(node, remote.ask) for node, remote in remotes.items()]
         errors: dict[Node, Exception] = {}
         with ExitStack() as ends:
-            stopped = threading.Event()
-            for remote in remotes.values():
-                remote.stopped = stopped
-                ends.callback(remote.close)
-            ends.callback(stopped.set)  # after Ctrl-C, threads end at their next request
+            remotes = ends.enter_context(opened((*nodes, *holders), self._spec_of, full=FULL))
+            hosts = [ChainHost(node, remote.ask) for node, remote in remotes.items()]
             owners = [host for host in hosts if host.node in holders]
             found = _Items(items, keep, owners, ends)
             ends.callback(found.hashes.close)

@@ -368,9 +368,10 @@ def test_a_host_that_is_lost_during_a_transfer(files: Files, here: Path, nodes: 
 
 
 def test_a_transfer_that_was_interrupted_sends_nothing_more(nodes: list[Any]) -> None:
-    remote = Remote(nodes[0], SPEC)
+    stopped = threading.Event()
+    remote = Remote(nodes[0], SPEC, stopped)
     remote.ask("send", [b"x"]).result()
-    remote.stopped.set()
+    stopped.set()
     with pytest.raises(sky.CallCancelled, match="the transfer was interrupted") as raised:
         remote.ask("rows")
     assert raised.value.host == "n1" and nodes[0].requests == ["send"]

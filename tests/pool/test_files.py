@@ -31,7 +31,7 @@ SPEC = WorkerSpec(tree="", env={}, info={})
 def serve(folder: Path, pipe: Any) -> None:
     """What a worker on a host does."""
     os.chdir(folder)
-    host_files._REQUESTS["fetched"] = lambda patterns: None
+    host_files._OTHERS["fetched"] = lambda patterns: None
     while (found := pipe.recv()) is not None:
         *arguments, _ = codec.loads(*found)
         reply = host_files.serve(*arguments)

@@ -55,15 +55,6 @@ class Delivery:
     hosts: Sequence[Host]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lack:
-    """What one host lacks."""
-
-    host: Host
-    packages: Sequence[Package]
-    report: Report
-
-
 class Sharing:
     """The hosts of a preparation meet here, once, before packages are sent to them."""
 
@@ -72,7 +63,7 @@ class Sharing:
         self._deliver = deliver
         self._patience = patience
         self._undecided = {host.name for host in hosts if not (host.is_here or host.inside)}
-        self._lacks: list[Lack] = []
+        self._lacks: dict[Host, tuple[Sequence[Package], Report]] = {}
         self._expecting: set[str] = set()
         """Hosts that wait for what they lack."""
         self._has_begun = False
@@ -84,19 +75,19 @@ class Sharing:
             self._undecided.discard(host.name)
             self._changed.notify_all()
 
-    def share(self, lack: Lack, check: Callable[[], None]) -> bool:
+    def share(self, host: Host, packages: Sequence[Package], report: Report, check: Callable[[], None]) -> bool:
         """Waits until all hosts have reported what they lack, then until this one has received what others lack too.
 
         Returns whether it may have received anything: not if it is too late, or repeated. `check` raises when the pool
         was closed.
         """
-        name = lack.host.name
+        name = host.name
         with self._changed:
-            if self._deliver is None or self._has_begun or name not in self._undecided or not lack.packages:
+            if self._deliver is None or self._has_begun or name not in self._undecided or not packages:
                 return False
-            self._lacks.append(lack)
+            self._lacks[host] = packages, report
             self._expecting.add(name)
-            self.leave(lack.host)
+            self.leave(host)
             until = time.monotonic() + self._patience
             try:
                 while name in self._expecting:
@@ -117,8 +108,8 @@ class Sharing:
         except (SkyfabError, OSError) as error:  # if it persists, a host raises it when it is sent the same
             _LOG.debug("packages are not relayed: %s", error)
         finally:
-            for lack in self._lacks:
-                self.settle(lack.host)
+            for host in self._lacks:
+                self.settle(host)
 
     # ---- for the function that delivers
 
@@ -129,7 +120,7 @@ class Sharing:
 
     def moved(self, host: Host, done: int, total: int) -> None:
         """A host has received `done` of `total` bytes."""
-        next(lack.report for lack in self._lacks if lack.host is host).moved("pushing", done, total)
+        self._lacks[host][1].moved("pushing", done, total)
 
     def settle(self, host: Host) -> None:
         """A host gets nothing more from the relay."""
@@ -142,7 +133,7 @@ class Sharing:
         from skyfab.env.install import fetched  # late: most pools build no environment
 
         found = []
-        for group, packages in by_hosts({lack.host: lack.packages for lack in self._lacks}).items():
+        for group, packages in by_hosts({host: some for host, (some, _) in self._lacks.items()}).items():
             if len(group) > 1:
                 files = fetched(packages, functools.partial(self._fetching, group))
                 content = {one.sha256: one.content for one in files if isinstance(one.content, Path)}
@@ -150,9 +141,8 @@ class Sharing:
         return found
 
     def _fetching(self, hosts: Sequence[Host], done: int, total: int) -> None:
-        for lack in self._lacks:
-            if lack.host in hosts:
-                lack.report.moved("fetching", done, total)
+        for host in hosts:
+            self._lacks[host][1].moved("fetching", done, total)
 
 
 Deliver = Callable[[Sequence[Delivery], Sharing], None]

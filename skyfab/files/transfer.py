@@ -6,10 +6,10 @@ Requests to the side that is on a host are sent ahead, so that neither side wait
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
-from typing import Any, Final, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from skyfab._util import schema
 from skyfab._util.sizes import counted, readable
@@ -17,6 +17,9 @@ from skyfab.errors import ProtocolError
 from skyfab.files.entries import FILE, LARGEST, shown
 from skyfab.files.source import GONE, PIECE, SMALL
 from skyfab.files.target import EQUAL_SIZE, NEWER
+
+if TYPE_CHECKING:
+    from skyfab.files.entries import Row
 
 T = TypeVar("T")
 _AHEAD: Final = 16
@@ -135,6 +138,11 @@ class Report:
         what = f"{past} {self.sent:,}, {readable(self.sent_size)}" if self.sent else f"nothing to {present}"
         return f"{self.host}: {count}; {what}{where}, in {self.seconds:.1f} s"
 
+    def count(self, rows: Collection[Row]) -> None:
+        """Takes over how many entries there are."""
+        files = [row for row in rows if row[1] == FILE]
+        self.entries, self.files, self.size = len(rows), len(files), sum(row[2] for row in files)
+
     def note(self, path: str, why: str) -> None:
         if len(self.skipped) < _NOTES:
             self.skipped.append((shown(path), shown(why)))
@@ -161,7 +169,8 @@ class Transfer:
         self._in_order, self._pace = pace is not None, pace or int
         self._ahead = 4 if pace else _AHEAD  # what is not written yet when it is interrupted is sent again
         self.report = Report()
-        self._rows: list[Any] = []
+        self.rows: list[Row] = []
+        """The source's entries."""
         self._reading: deque[tuple[str, tuple[Any, ...], Reply]] = deque()
         self._writing: deque[tuple[Reply, int]] = deque()
         self._done = self._total = 0
@@ -189,7 +198,7 @@ class Transfer:
 
     def listed(self, number: int) -> tuple[int, int]:
         """The size and time of a file."""
-        return self._size(number), self._rows[number][3]
+        return self._size(number), self.rows[number][3]
 
     def arrived(self, size: int) -> None:
         """The target was sent bytes by a relay."""
@@ -202,7 +211,7 @@ class Transfer:
         self._advance(sum(map(self._size, numbers)) - received)  # less if a part of others has come, which is resumed
 
     def _size(self, number: int) -> int:
-        size: int = self._rows[number][2]
+        size: int = self.rows[number][2]
         return size
 
     def _is_large(self, number: int) -> bool:
@@ -223,15 +232,13 @@ class Transfer:
                 break
             lists.append(self._source.ask("rows"))
             compared.append(self._target.ask("compare", rows))
-            self._rows += rows
-            self._progress(len(self._rows), None)
+            self.rows += rows
+            self._progress(len(self.rows), None)
             while len(compared) > _AHEAD:
                 wanted += self._judge(compared.popleft())
         for answer in compared:
             wanted += self._judge(answer)
-        files = [row for row in self._rows if row[1] == FILE]
-        self.report.entries = len(self._rows)
-        self.report.files, self.report.size = len(files), sum(row[2] for row in files)
+        self.report.count(self.rows)
         if len({number for number, _ in wanted}) < len(wanted):
             raise ProtocolError("a file requested twice")
         return wanted
@@ -240,11 +247,11 @@ class Transfer:
         """Of the files that are needed, those whose content differs."""
         asked: list[tuple[int, int, str, Reply]] = []
         for number, state, there, digest in check("compare", answer):
-            is_file = 0 <= number < len(self._rows) and self._rows[number][1] == FILE
+            is_file = 0 <= number < len(self.rows) and self.rows[number][1] == FILE
             if not is_file or not 0 <= there <= 2 * LARGEST:
                 raise ProtocolError(f"no file {number} in this transfer")
             if state == NEWER:
-                self.report.note(self._rows[number][0], "newer on the host: kept")
+                self.report.note(self.rows[number][0], "newer on the host: kept")
             elif state == EQUAL_SIZE:
                 asked.append((number, there, digest, self._source.ask("digest", number, self._size(number))))
             else:
@@ -274,7 +281,7 @@ class Transfer:
                 self.report.sent += 1
             else:
                 self._target.ask("discard", number).result()
-                self.report.note(self._rows[number][0], CHANGED)
+                self.report.note(self.rows[number][0], CHANGED)
 
     def _resumed(self, number: int, size: int, digest: str) -> int:
         """Where to resume: after what an earlier transfer has left, if that is the beginning of the file."""
@@ -287,7 +294,7 @@ class Transfer:
         size, time = check("reopen", self._source.ask("reopen", number))
         if size == GONE:
             return False
-        self._rows[number][2] = size
+        self.rows[number][2] = size
         self._target.ask("resize", number, size, time).result()
         return True
 
@@ -340,7 +347,7 @@ class Transfer:
             raise ProtocolError("files that were not requested")
         for number, size, _ in found:
             if size == GONE:
-                self.report.note(self._rows[number][0], CHANGED)
+                self.report.note(self.rows[number][0], CHANGED)
                 self._advance(self._size(number))
             else:
                 self.report.sent += 1

@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 from skyfab.env.share import LEAST, by_hosts
@@ -36,8 +36,6 @@ class _Member:
     source: Source
     transfer: Transfer
     lacks: Sequence[int]
-    received: dict[int, int] = field(default_factory=dict)
-    """Bytes that have arrived, by the number of the relay."""
 
 
 class SharedUpload:
@@ -95,9 +93,10 @@ class _Part:
     """One of the relays of an upload."""
 
     def __init__(self, place: int, relay: Relay, files: _Files, members: Sequence[_Member]) -> None:
-        self._place = place
         self._files = files
         self._members = {member.node: member for member in members}
+        self._received = dict.fromkeys(self._members, 0)
+        """Bytes that have arrived."""
         self.hosts = {
             member.node: ChainHost(member.node, functools.partial(member.remote.ask, "relay", place))
             for member in members
@@ -117,13 +116,12 @@ class _Part:
             lacks = set(host.ask(list[int], "commit"))
         items = [files for item, files in enumerate(self._files.items) if item not in lacks]
         numbers = [number for files in items for number, _, _ in files]
-        member.transfer.relayed(numbers, member.received.get(self._place, 0))
+        member.transfer.relayed(numbers, self._received[member.node])
         return {*numbers}
 
     def _progress(self, node: Node, done: int, total: int) -> None:
-        member = self._members[node]
-        member.transfer.arrived(done - member.received.get(self._place, 0))
-        member.received[self._place] = done
+        self._members[node].transfer.arrived(done - self._received[node])
+        self._received[node] = done
 
 
 class _Files:

@@ -36,8 +36,6 @@ _SHAPES: Final[Mapping[str, Any]] = {
     "news": tuple[int, int],
     "rows": tuple[list[list[Any]], list[tuple[str, str]]],  # the target checks each row
     "digest": str,
-    "hold": str,
-    "digest_held": str,
     "reopen": tuple[int, int],
     "drafted": str,
     "compare": list[tuple[int, str, int, str]],
@@ -287,7 +285,7 @@ class Transfer:
         """Where to resume: after what an earlier transfer has left, if that is the beginning of the file."""
         if not 0 < size <= self._size(number):
             return 0
-        return size if check("hold", self._source.ask("hold", number, size)) == digest else 0
+        return size if check("digest", self._source.ask("digest", number, size)) == digest else 0
 
     def _reopen(self, number: int) -> bool:
         """A large file has changed since it was listed or begun: it is sent as it is now, once. False if it is gone."""
@@ -316,7 +314,7 @@ class Transfer:
             return False
         if self._is_changed or is_changed:
             sent = check("drafted", self._target.ask("drafted", number))
-            if sent != check("digest_held", self._source.ask("digest_held", last)):
+            if sent != check("digest", self._source.ask("digest", number, last)):
                 return False
         self._pass_piece(number, last, size - last, is_changed, data)
         return True

@@ -76,8 +76,8 @@ class Remote:
         with SIGNAL_GUARD:
             call = PackedCall(function=_server(), arguments=payload, label=request)
             self._node.call(self._worker, self._spec, call, caller=answer, store="none")
-            if self._stopped.is_set():  # it may have been closed just before the call has started it again
-                self.close()
+        if self._stopped.is_set():  # it may have been closed just before the call started it again
+            self.close()
         return answer
 
     def close(self) -> None:

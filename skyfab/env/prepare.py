@@ -6,7 +6,6 @@ does not exist, it is prepared.
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Sequence
 from shlex import quote
@@ -15,14 +14,14 @@ from typing import TYPE_CHECKING, Final
 from skyfab._util.hints import HINTS
 from skyfab.calls.image import Image
 from skyfab.env.facts import Facts, Target
-from skyfab.env.share import Deliver, Lack, Sharing
+from skyfab.env.share import Deliver, Sharing
 from skyfab.errors import HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.protocol.blobs import name_of
 from skyfab.session.shell import ScriptFailed, Shell
 
 if TYPE_CHECKING:
-    from skyfab.env.install import Package, Report
+    from skyfab.env.install import Report
     from skyfab.env.lock import Lock
 
 _OTHERS: Final = 10.0
@@ -114,13 +113,10 @@ class Preparation:
                 target=target,
                 lock=lock,
                 python=python,
-                share=functools.partial(self._share, host, shell, report),
+                share=lambda lacking: self._sharing.share(host, lacking, report, shell.check),
             ).build(digest)
             answer = enter(shell, digest)
         return answer
-
-    def _share(self, host: Host, shell: Shell, report: Report, lacking: Sequence[Package]) -> bool:
-        return self._sharing.share(Lack(host=host, packages=lacking, report=report), shell.check)
 
     def _python_of(self, host: Host, facts: Facts) -> str | None:
         """An interpreter that is installed on the host and has the right version."""

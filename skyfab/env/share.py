@@ -10,10 +10,10 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from skyfab.errors import SkyfabError
 from skyfab.inventory.host import Host
@@ -22,10 +22,28 @@ if TYPE_CHECKING:
     from skyfab.env.install import Package, Report
 
 _LOG: Final = logging.getLogger("skyfab")
-_LEAST: Final = 4 << 20
+LEAST: Final = 4 << 20
 """Bytes that several hosts must lack before they pass them on to each other."""
 _LOOK: Final = 0.2
 """Seconds after which a waiting host checks whether the pool was closed."""
+H = TypeVar("H")
+T = TypeVar("T")
+
+
+def by_hosts(lacking: Mapping[H, Iterable[T]]) -> dict[tuple[H, ...], list[T]]:
+    """From what each host lacks: what each group of hosts lacks together.
+
+    >>> by_hosts({"a": [1, 2, 3], "b": [1, 2]})
+    {('a', 'b'): [1, 2], ('a',): [3]}
+    """
+    hosts: dict[T, list[H]] = {}
+    for host, things in lacking.items():
+        for thing in things:
+            hosts.setdefault(thing, []).append(host)
+    groups: dict[tuple[H, ...], list[T]] = {}
+    for thing, those in hosts.items():
+        groups.setdefault(tuple(those), []).append(thing)
+    return groups
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,15 +55,6 @@ class Delivery:
     hosts: Sequence[Host]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lack:
-    """What one host lacks."""
-
-    host: Host
-    packages: Sequence[Package]
-    report: Report
-
-
 class Sharing:
     """The hosts of a preparation meet here, once, before packages are sent to them."""
 
@@ -54,7 +63,7 @@ class Sharing:
         self._deliver = deliver
         self._patience = patience
         self._undecided = {host.name for host in hosts if not (host.is_here or host.inside)}
-        self._lacks: list[Lack] = []
+        self._lacks: dict[Host, tuple[Sequence[Package], Report]] = {}
         self._expecting: set[str] = set()
         """Hosts that wait for what they lack."""
         self._has_begun = False
@@ -66,19 +75,19 @@ class Sharing:
             self._undecided.discard(host.name)
             self._changed.notify_all()
 
-    def share(self, lack: Lack, check: Callable[[], None]) -> bool:
+    def share(self, host: Host, packages: Sequence[Package], report: Report, check: Callable[[], None]) -> bool:
         """Waits until all hosts have reported what they lack, then until this one has received what others lack too.
 
         Returns whether it may have received anything: not if it is too late, or repeated. `check` raises when the pool
         was closed.
         """
-        name = lack.host.name
+        name = host.name
         with self._changed:
-            if self._deliver is None or self._has_begun or name not in self._undecided or not lack.packages:
+            if self._deliver is None or self._has_begun or name not in self._undecided or not packages:
                 return False
-            self._lacks.append(lack)
+            self._lacks[host] = packages, report
             self._expecting.add(name)
-            self.leave(lack.host)
+            self.leave(host)
             until = time.monotonic() + self._patience
             try:
                 while name in self._expecting:
@@ -94,13 +103,13 @@ class Sharing:
     def _run(self, deliver: Deliver) -> None:
         try:
             deliveries = self._deliveries()
-            if sum(path.stat().st_size for each in deliveries for path in each.files.values()) >= _LEAST:
+            if sum(path.stat().st_size for each in deliveries for path in each.files.values()) >= LEAST:
                 deliver(deliveries, self)
         except (SkyfabError, OSError) as error:  # if it persists, a host raises it when it is sent the same
             _LOG.debug("packages are not relayed: %s", error)
         finally:
-            for lack in self._lacks:
-                self.settle(lack.host)
+            for host in self._lacks:
+                self.settle(host)
 
     # ---- for the function that delivers
 
@@ -111,7 +120,7 @@ class Sharing:
 
     def moved(self, host: Host, done: int, total: int) -> None:
         """A host has received `done` of `total` bytes."""
-        next(lack.report for lack in self._lacks if lack.host is host).moved("pushing", done, total)
+        self._lacks[host][1].moved("pushing", done, total)
 
     def settle(self, host: Host) -> None:
         """A host gets nothing more from the relay."""
@@ -123,25 +132,17 @@ class Sharing:
         """What several hosts lack: one delivery for each group of hosts that lack the same."""
         from skyfab.env.install import fetched  # late: most pools build no environment
 
-        lacking: dict[Package, list[Host]] = {}
-        for lack in self._lacks:
-            for package in lack.packages:
-                lacking.setdefault(package, []).append(lack.host)
-        groups: dict[tuple[Host, ...], list[Package]] = {}
-        for package, hosts in lacking.items():
-            if len(hosts) > 1:
-                groups.setdefault(tuple(hosts), []).append(package)
         found = []
-        for group, packages in groups.items():
-            progress = functools.partial(self._fetching, group)
-            files = {one.sha256: one.content for one in fetched(packages, progress) if isinstance(one.content, Path)}
-            found.append(Delivery(files=files, hosts=group))
+        for group, packages in by_hosts({host: some for host, (some, _) in self._lacks.items()}).items():
+            if len(group) > 1:
+                files = fetched(packages, functools.partial(self._fetching, group))
+                content = {one.sha256: one.content for one in files if isinstance(one.content, Path)}
+                found.append(Delivery(files=content, hosts=group))
         return found
 
     def _fetching(self, hosts: Sequence[Host], done: int, total: int) -> None:
-        for lack in self._lacks:
-            if lack.host in hosts:
-                lack.report.moved("fetching", done, total)
+        for host in hosts:
+            self._lacks[host][1].moved("fetching", done, total)
 
 
 Deliver = Callable[[Sequence[Delivery], Sharing], None]

@@ -62,25 +62,28 @@ class Source:
         return rows, skipped
 
     def digest(self, number: int, size: int) -> str:
-        """The sha256 of the first `size` bytes of a file; empty if it has fewer."""
+        """The sha256 of the first `size` bytes of a file; empty if it has fewer. A large one stays open for `piece`."""
+        if number in self._large:
+            self._hold(number)
+            return "" if self._held is None else digest_of(self._held[1], size)
         try:
             with self._open(number) as (fd, _):
                 return digest_of(fd, size)
         except (FileNotFoundError, PermissionError):
             return ""
 
-    def hold(self, number: int, size: int) -> str:
-        """Opens a large file, which `piece` reads even if another one gets its name meanwhile. Returns its `digest`.
+    def _hold(self, number: int) -> None:
+        """Opens a large file, which is then read even if another one gets its name meanwhile.
 
         Not if it has changed since it was listed: another file may have its name, of which only a part would be sent.
         """
-        state = self.reopen(number)
-        if state != self._large.get(number, state):
-            self.close()
-        return self.digest_held(size)
+        if self._held is None or self._held[0] != number:
+            state = self.reopen(number)
+            if state != self._large.get(number, state):
+                self.close()
 
     def reopen(self, number: int) -> tuple[int, int]:
-        """Opens a large file as it is now, for `piece`. Returns its size, which is `GONE` without it, and its time."""
+        """Opens a large file as it is now. Returns its size, which is `GONE` without it, and its time."""
         self.close()
         try:
             fd = os.open(self.paths[number], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -91,10 +94,6 @@ class Source:
         except (FileNotFoundError, PermissionError):
             pass
         return GONE, 0
-
-    def digest_held(self, size: int) -> str:
-        """As `digest`, of the file that is being sent."""
-        return "" if self._held is None else digest_of(self._held[1], size)
 
     def close(self) -> None:
         held, self._held = self._held, None
@@ -128,9 +127,9 @@ class Source:
         return found, b"".join(contents)  # which copies nothing if there is one
 
     def piece(self, number: int, at: int, size: int) -> tuple[bool, bytes]:
-        """A part of a large file, and whether that has been changed since it was opened for its first part."""
-        if at == 0 and (self._held is None or self._held[0] != number):
-            self.hold(number, 0)
+        """A part of a large file, and whether it has changed since it was opened: at the latest for its first part."""
+        if at == 0:
+            self._hold(number)
         if self._held is None or self._held[0] != number:
             return True, b""
         _, fd, state = self._held

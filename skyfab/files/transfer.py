@@ -6,10 +6,10 @@ Requests to the side that is on a host are sent ahead, so that neither side wait
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeVar
 
 from skyfab._util import schema
 from skyfab._util.sizes import counted, readable
@@ -18,9 +18,13 @@ from skyfab.files.entries import FILE, LARGEST, shown
 from skyfab.files.source import GONE, PIECE, SMALL
 from skyfab.files.target import EQUAL_SIZE, NEWER
 
+if TYPE_CHECKING:
+    from skyfab.files.entries import Row
+
+T = TypeVar("T")
 _AHEAD: Final = 16
 """Requests that are sent ahead: to read packs and pieces, and as many to write them."""
-FILES: Final = 512
+_FILES: Final = 512
 """Files of one pack."""
 _PACK: Final = 2 * SMALL
 """Bytes of one pack at most: files may have grown since they were listed."""
@@ -32,8 +36,6 @@ _SHAPES: Final[Mapping[str, Any]] = {
     "news": tuple[int, int],
     "rows": tuple[list[list[Any]], list[tuple[str, str]]],  # the target checks each row
     "digest": str,
-    "hold": str,
-    "digest_held": str,
     "reopen": tuple[int, int],
     "drafted": str,
     "compare": list[tuple[int, str, int, str]],
@@ -41,7 +43,7 @@ _SHAPES: Final[Mapping[str, Any]] = {
     "pack": tuple[list[tuple[int, int, int]], bytes],
     "piece": tuple[bool, bytes],
 }
-"""For each request, the type of its reply, which may come from a host that is not trusted."""
+"""For each request of a transfer, the type of its reply, which may come from a host that is not trusted."""
 
 
 class Reply(Protocol):
@@ -68,12 +70,12 @@ class Ready:
         return self.value
 
 
-def check(request: str, value: Any) -> Any:
-    """Returns a reply. Raises ProtocolError if it does not match the request."""
+def check(request: str, reply: Reply, shape: Any = None, host: str | None = None) -> Any:
+    """Waits for a reply. Raises ProtocolError if it does not match the request."""
     try:
-        return schema.parse(_SHAPES[request], value)
+        return schema.parse(shape or _SHAPES[request], reply.result())
     except schema.Invalid as error:
-        raise ProtocolError(f"invalid reply to {request}: {error}") from None
+        raise ProtocolError(f"invalid reply to {request}: {error}", host=host) from None
 
 
 class Here:
@@ -84,6 +86,20 @@ class Here:
 
     def ask(self, request: str, *arguments: Any) -> Reply:
         return Ready(getattr(self._side, request)(*arguments))
+
+
+def packs(files: Iterable[T], size_of: Callable[[T], int]) -> Iterator[list[T]]:
+    """Files in packs of small ones; a large one has a pack of its own."""
+    pack: list[T] = []
+    room = SMALL
+    for file in files:
+        if pack and (size_of(file) > room or len(pack) == _FILES):
+            yield pack
+            pack, room = [], SMALL
+        pack.append(file)
+        room -= size_of(file)
+    if pack:
+        yield pack
 
 
 @dataclass(slots=True, repr=False)
@@ -120,6 +136,11 @@ class Report:
         what = f"{past} {self.sent:,}, {readable(self.sent_size)}" if self.sent else f"nothing to {present}"
         return f"{self.host}: {count}; {what}{where}, in {self.seconds:.1f} s"
 
+    def count(self, rows: Collection[Row]) -> None:
+        """Takes over how many entries there are."""
+        files = [row for row in rows if row[1] == FILE]
+        self.entries, self.files, self.size = len(rows), len(files), sum(row[2] for row in files)
+
     def note(self, path: str, why: str) -> None:
         if len(self.skipped) < _NOTES:
             self.skipped.append((shown(path), shown(why)))
@@ -146,7 +167,8 @@ class Transfer:
         self._in_order, self._pace = pace is not None, pace or int
         self._ahead = 4 if pace else _AHEAD  # what is not written yet when it is interrupted is sent again
         self.report = Report()
-        self._rows: list[Any] = []
+        self.rows: list[Row] = []
+        """The source's entries."""
         self._reading: deque[tuple[str, tuple[Any, ...], Reply]] = deque()
         self._writing: deque[tuple[Reply, int]] = deque()
         self._done = self._total = 0
@@ -174,7 +196,7 @@ class Transfer:
 
     def listed(self, number: int) -> tuple[int, int]:
         """The size and time of a file."""
-        return self._size(number), self._rows[number][3]
+        return self._size(number), self.rows[number][3]
 
     def arrived(self, size: int) -> None:
         """The target was sent bytes by a relay."""
@@ -187,7 +209,7 @@ class Transfer:
         self._advance(sum(map(self._size, numbers)) - received)  # less if a part of others has come, which is resumed
 
     def _size(self, number: int) -> int:
-        size: int = self._rows[number][2]
+        size: int = self.rows[number][2]
         return size
 
     def _is_large(self, number: int) -> bool:
@@ -201,22 +223,20 @@ class Transfer:
         compared: deque[Reply] = deque()
         wanted: list[tuple[int, int]] = []
         while True:
-            rows, skipped = check("rows", lists.popleft().result())
+            rows, skipped = check("rows", lists.popleft())
             for path, why in skipped:
                 self.report.note(path, why)
             if not rows:
                 break
             lists.append(self._source.ask("rows"))
             compared.append(self._target.ask("compare", rows))
-            self._rows += rows
-            self._progress(len(self._rows), None)
+            self.rows += rows
+            self._progress(len(self.rows), None)
             while len(compared) > _AHEAD:
                 wanted += self._judge(compared.popleft())
         for answer in compared:
             wanted += self._judge(answer)
-        files = [row for row in self._rows if row[1] == FILE]
-        self.report.entries = len(self._rows)
-        self.report.files, self.report.size = len(files), sum(row[2] for row in files)
+        self.report.count(self.rows)
         if len({number for number, _ in wanted}) < len(wanted):
             raise ProtocolError("a file requested twice")
         return wanted
@@ -224,18 +244,18 @@ class Transfer:
     def _judge(self, answer: Reply) -> Iterator[tuple[int, int]]:
         """Of the files that are needed, those whose content differs."""
         asked: list[tuple[int, int, str, Reply]] = []
-        for number, state, there, digest in check("compare", answer.result()):
-            is_file = 0 <= number < len(self._rows) and self._rows[number][1] == FILE
+        for number, state, there, digest in check("compare", answer):
+            is_file = 0 <= number < len(self.rows) and self.rows[number][1] == FILE
             if not is_file or not 0 <= there <= 2 * LARGEST:
                 raise ProtocolError(f"no file {number} in this transfer")
             if state == NEWER:
-                self.report.note(self._rows[number][0], "newer on the host: kept")
+                self.report.note(self.rows[number][0], "newer on the host: kept")
             elif state == EQUAL_SIZE:
                 asked.append((number, there, digest, self._source.ask("digest", number, self._size(number))))
             else:
                 yield number, there
         for number, there, digest, reply in asked:
-            if check("digest", reply.result()) == digest and digest:
+            if check("digest", reply) == digest and digest:
                 self._writing.append((self._target.ask("adopt", number), 0))
                 self._wait_for_writing(_AHEAD)
             else:
@@ -244,22 +264,14 @@ class Transfer:
     # ---- content
 
     def _send_small(self, numbers: Sequence[int]) -> None:
-        pack: list[int] = []
-        room = SMALL
-        for number in numbers:
-            if pack and (self._size(number) > room or len(pack) == FILES):
-                self._read("pack", pack, _PACK)
-                pack, room = [], SMALL
-            pack.append(number)
-            room -= self._size(number)
-        if pack:
+        for pack in packs(numbers, self._size):
             self._read("pack", pack, _PACK)
         self._pass_all_on()
 
     def _send_large(self, numbers: Sequence[int]) -> None:
         begun = deque(self._target.ask("begin", number) for number in numbers[:1])
         for number, following in zip_longest(numbers, numbers[1:]):
-            at = self._resumed(number, *check("begin", begun.popleft().result()))
+            at = self._resumed(number, *check("begin", begun.popleft()))
             if following is not None:
                 begun.append(self._target.ask("begin", following))
             self._advance(at)
@@ -267,20 +279,20 @@ class Transfer:
                 self.report.sent += 1
             else:
                 self._target.ask("discard", number).result()
-                self.report.note(self._rows[number][0], CHANGED)
+                self.report.note(self.rows[number][0], CHANGED)
 
     def _resumed(self, number: int, size: int, digest: str) -> int:
         """Where to resume: after what an earlier transfer has left, if that is the beginning of the file."""
         if not 0 < size <= self._size(number):
             return 0
-        return size if check("hold", self._source.ask("hold", number, size).result()) == digest else 0
+        return size if check("digest", self._source.ask("digest", number, size)) == digest else 0
 
     def _reopen(self, number: int) -> bool:
         """A large file has changed since it was listed or begun: it is sent as it is now, once. False if it is gone."""
-        size, time = check("reopen", self._source.ask("reopen", number).result())
+        size, time = check("reopen", self._source.ask("reopen", number))
         if size == GONE:
             return False
-        self._rows[number][2] = size
+        self.rows[number][2] = size
         self._target.ask("resize", number, size, time).result()
         return True
 
@@ -297,12 +309,12 @@ class Transfer:
         self._pace(size - last)
         reply = self._source.ask("piece", number, last, size - last)
         self._pass_all_on()
-        is_changed, data = check("piece", reply.result())
+        is_changed, data = check("piece", reply)
         if self._is_cut or len(data) < size - last:
             return False
         if self._is_changed or is_changed:
-            sent = check("drafted", self._target.ask("drafted", number).result())
-            if sent != check("digest_held", self._source.ask("digest_held", last).result()):
+            sent = check("drafted", self._target.ask("drafted", number))
+            if sent != check("digest", self._source.ask("digest", number, last)):
                 return False
         self._pass_piece(number, last, size - last, is_changed, data)
         return True
@@ -321,7 +333,7 @@ class Transfer:
     def _pass_on(self) -> None:
         """Has the target write what was read first."""
         request, arguments, reply = self._reading.popleft()
-        found = check(request, reply.result())
+        found = check(request, reply)
         if request == "pack":
             self._pass_pack(*arguments, *found)
         else:
@@ -333,7 +345,7 @@ class Transfer:
             raise ProtocolError("files that were not requested")
         for number, size, _ in found:
             if size == GONE:
-                self.report.note(self._rows[number][0], CHANGED)
+                self.report.note(self.rows[number][0], CHANGED)
                 self._advance(self._size(number))
             else:
                 self.report.sent += 1

@@ -44,7 +44,7 @@ class Downloads(HubCache):
 
     def __init__(self, cache: str) -> None:
         super().__init__(cache)
-        self._changed = threading.Condition()
+        self._thread = threading.Thread()
         self._done = 0
         self._result = ("", "", "")
         self._error: OSError | None = None
@@ -69,34 +69,30 @@ class Downloads(HubCache):
     def begin(self, url: str, tag: str, size: int, token: str) -> None:
         """Starts to download the content that the hub names `tag`."""
         self._done, self._result, self._error = 0, ("", "", ""), None
-        threading.Thread(target=self._run, args=(url, tag, size, token), daemon=True).start()
+        self._thread = threading.Thread(target=self._run, args=(url, tag, size, token), daemon=True)
+        self._thread.start()
 
     def look(self, seconds: float) -> tuple[int, str, str, str]:
         """How many bytes have arrived, the name in the store once it is complete, why it has ended, and details.
 
         Waits for its end, or for some time. Raises errors of the disk.
         """
-        with self._changed:
-            self._changed.wait_for(lambda: any(self._result) or self._error is not None, seconds)
-            if self._error is not None:
-                raise self._error
-            return (self._done, *self._result)
+        self._thread.join(seconds)
+        if self._error is not None:
+            raise self._error
+        return (self._done, *self._result)
 
     def close(self) -> None:
         """Ends the download; what has arrived is kept."""
         self._closed.set()
 
     def _run(self, url: str, tag: str, size: int, token: str) -> None:
-        result, error = ("", "", ""), None
         try:
-            result = (self._download(url, tag, size, token), "", "")
+            self._result = (self._download(url, tag, size, token), "", "")
         except _Ended as ended:
-            result = ("", ended.problem, str(ended))
-        except OSError as found:
-            error = found
-        with self._changed:
-            self._result, self._error = result, error
-            self._changed.notify_all()
+            self._result = ("", ended.problem, str(ended))
+        except OSError as error:
+            self._error = error
 
     def _download(self, url: str, tag: str, size: int, token: str) -> str:
         with self._draft(tag) as file:

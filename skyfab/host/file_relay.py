@@ -26,7 +26,6 @@ class FileRelay(HostRelay):
         super().__init__(chunks_of(sizes, step), keys)
         self._target = target
         self._items = items
-        self._memory = memoryview(bytearray(max((end - start for _, start, end in self._chunks), default=0)))
         self._drafts: dict[int, int] = {}
         """Descriptors of large files that are incomplete, by the number of the item."""
         self._skipped: set[int] = set()
@@ -73,10 +72,6 @@ class FileRelay(HostRelay):
 
     # ---- the methods of every relay
 
-    def _area(self, number: int) -> memoryview:
-        _, start, end = self._chunks[number]
-        return self._memory[: end - start]
-
     def _keep(self, number: int, chunk: memoryview) -> None:
         item, start, end = self._chunks[number]
         if item in self._skipped:
@@ -115,7 +110,7 @@ class FileRelay(HostRelay):
         finally:
             os.close(fd)
 
-    def commit(self, verify: bool) -> list[int]:
+    def commit(self) -> list[int]:
         """Takes no more chunks. Returns the numbers of items that are not complete; their drafts stay."""
         self._leave_source()
         rest = {self._chunks[number][0] for number in self._missing[self._count :]} | self._skipped

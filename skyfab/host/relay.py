@@ -54,13 +54,6 @@ def hash_of(chunk: Buffer) -> bytes:
     return hashlib.blake2b(chunk, digest_size=HASH).digest()
 
 
-def measure(names: Sequence[str], first: int, last: int) -> tuple[list[int], str]:
-    """Sizes of items in this host's store, and the hashes of some of their chunks. Raises FileNotFoundError."""
-    areas = [map_blob(own_stores(), check_name(name)) for name in names]
-    chunks = chunks_of([*map(len, areas)])[first:last]
-    return [*map(len, areas)], b"".join(hash_of(areas[item][start:end]) for item, start, end in chunks).hex()
-
-
 class HostRelay:
     """One host of a relay: what it has, its source for the rest, and the hosts that take chunks from it.
 
@@ -70,6 +63,8 @@ class HostRelay:
     def __init__(self, chunks: Sequence[tuple[int, int, int]], keys: tuple[str, str]) -> None:
         """`keys` are the certificate and key of channels."""
         self._chunks = chunks
+        self._memory = memoryview(bytearray(max((end - start for _, start, end in chunks), default=0)))
+        """For the chunk that is being received."""
         self._hashes: dict[int, bytes] = {}
         self._keys = keys
         self._changed = threading.Condition()
@@ -84,10 +79,6 @@ class HostRelay:
         atexit.register(self.close)
 
     # ---- items
-
-    def _area(self, number: int) -> memoryview:
-        """Memory to receive a chunk into."""
-        raise NotImplementedError
 
     def _keep(self, number: int, chunk: memoryview) -> None:
         """Stores a chunk that has arrived undamaged. Raises OSError."""
@@ -132,7 +123,8 @@ class HostRelay:
             while wanted := self._missing[self._count : self._count + _AHEAD]:
                 for number in wanted:
                     channel.ask(number)
-                area = self._area(wanted[0])
+                _, start, end = self._chunks[wanted[0]]
+                area = self._memory[: end - start]
                 try:
                     channel.receive(wanted[0], area)
                 except NotSent:
@@ -255,7 +247,6 @@ class StoreRelay(HostRelay):
         for number, (name, size) in enumerate(items):
             found = _found(name, size)
             self._contents.append(self._draft(number, name, size) if found is None else found)
-        self._memory = memoryview(bytearray(max((end - start for _, start, end in self._chunks), default=0)))
         self._missing = [number for number, (item, _, _) in enumerate(self._chunks) if item in self.drafts]
 
     @property
@@ -276,10 +267,6 @@ class StoreRelay(HostRelay):
             self.close()
             raise
 
-    def _area(self, number: int) -> memoryview:
-        _, start, end = self._chunks[number]
-        return self._memory[: end - start]
-
     def _keep(self, number: int, chunk: memoryview) -> None:
         item, start, end = self._chunks[number]
         while start < end:
@@ -288,6 +275,10 @@ class StoreRelay(HostRelay):
     def _content(self, number: int) -> memoryview:
         item, start, end = self._chunks[number]
         return self._contents[item][start:end]
+
+    def measure(self, first: int, last: int) -> str:
+        """The hashes of chunks that it has had from the beginning."""
+        return b"".join(hash_of(self._content(number)) for number in range(first, last)).hex()
 
     def commit(self, verify: bool) -> None:
         """Moves the complete drafts into the store. With `verify`, hashes each once more as a whole."""

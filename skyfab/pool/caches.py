@@ -7,15 +7,13 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from skyfab._util import schema
 from skyfab._util.cache import cache_folder
-from skyfab._util.sizes import readable
-from skyfab.errors import HostUnfit, ProtocolError, SkyfabError, Unreachable
+from skyfab.errors import ProtocolError, SkyfabError, Unreachable
 from skyfab.files.entries import words
-from skyfab.files.transfer import Here
+from skyfab.files.transfer import Here, check
 from skyfab.host.download import DAMAGED, REFUSED, Downloads
 from skyfab.host.hub import is_sha256
-from skyfab.pool.file_worker import Remote
+from skyfab.pool.file_worker import Remote, fits
 from skyfab.pool.hub import Found, HubFile, denied
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.relay import FULL
@@ -38,17 +36,14 @@ class Cache:
             downloads = Downloads(str(cache_folder()))
             self._asked, self._close = Here(downloads), downloads.close
         else:
-            remote = Remote(node, spec, full=FULL)
-            remote.stopped = stopped
+            remote = Remote(node, spec, stopped, full=FULL)
             self._asked, self._close = remote, remote.close
             self.ask(Any, "hub")
 
     def ask(self, shape: Any, request: str, *arguments: Any) -> Any:
         """Raises the errors of a host; SkyfabError for those of this machine; ProtocolError for an invalid reply."""
         try:
-            return schema.parse(shape, self._asked.ask(request, *arguments).result())
-        except schema.Invalid as error:
-            raise ProtocolError(f"invalid reply to {request}: {error}", host=self.name) from None
+            return check(request, self._asked.ask(request, *arguments), shape, self.name)
         except OSError as error:
             if isinstance(error, SkyfabError):
                 raise
@@ -69,16 +64,13 @@ class Cache:
         names, room = self.ask(tuple[list[str], int], "find", repository, asked)
         if len(names) != len(files) or not all(map(_may_be, names, files)):
             raise ProtocolError("invalid reply to find", host=self.name)
-        need = sum(file.size for name, file in zip(names, files, strict=True) if not name)
-        if need > room:
-            text = f"not enough space for these files: they need {readable(need)}, {readable(room)} is free"
-            raise HostUnfit(text, host=self.name, hint=FULL)
+        fits(room, self.name, sum(file.size for name, file in zip(names, files, strict=True) if not name), FULL)
         return names
 
     def download(self, file: HubFile, found: Found, progress: Callable[[int], None]) -> str:
         """Returns the name of the content in the store.
 
-        Raises Unreachable if another host may get it; UsageError and SkyfabError if no host can.
+        Raises Unreachable, with the cause alone, if another host may get it; UsageError and SkyfabError if no host can.
         """
         self.ask(Any, "begin", file.url, file.tag, file.size, found.token)
         while not self._stopped.is_set():
@@ -95,7 +87,7 @@ class Cache:
             if problem == REFUSED:
                 raise SkyfabError(f"{file.url}: HTTP {text}", host=self.name)
             if problem or not _may_be(name, file):
-                raise Unreachable(f"cannot download {file.path}: {text or 'invalid reply'}", host=self.name)
+                raise Unreachable(text or "invalid reply", host=self.name)
             if name:
                 return str(name)
         raise Unreachable("interrupted", host=self.name)

@@ -14,14 +14,12 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, Final, Protocol
 
-from skyfab._util import schema
 from skyfab._util.certificate import new_certificate
 from skyfab.errors import HostUnfit, ProtocolError, SkyfabError, UsageError
-from skyfab.files.transfer import Side
+from skyfab.files.transfer import Reply, check
 from skyfab.host.channel import endpoints_of
 from skyfab.host.relay import BROKEN, DAMAGED, HASH
 from skyfab.pool.addresses import meeting_addresses
-from skyfab.pool.file_worker import Answer
 from skyfab.pool.node import Node
 from skyfab.protocol.frames import Buffer
 from skyfab.ui.events import Events, Notice
@@ -112,11 +110,11 @@ class Items(Protocol):
 class ChainHost:
     """One host of a relay: its worker, what it has, and where it takes the rest from."""
 
-    def __init__(self, node: Node, remote: Side) -> None:
-        """`remote` is its worker."""
+    def __init__(self, node: Node, request: Callable[..., Any]) -> None:
+        """`request` sends a request to its worker, as `Remote.ask`."""
         self.node = node
         self.name = node.name
-        self.remote = remote
+        self.request = request
         self.is_open = False
         self.was_whole = False
         """It had all items at the beginning."""
@@ -141,23 +139,16 @@ class ChainHost:
         """Chunks a second, over the last seconds."""
 
     def ask(self, shape: Any, request: str, *arguments: Any) -> Any:
-        return self.checked(shape, self.remote.ask(request, *arguments))
-
-    def checked(self, shape: Any, answer: Any) -> Any:
-        """Waits for a reply. Raises ProtocolError if it is invalid."""
-        try:
-            return schema.parse(shape, answer.result())
-        except schema.Invalid as error:
-            raise ProtocolError(f"invalid reply of a relay: {error}", host=self.name) from None
+        return check(request, self.request(request, *arguments), shape, self.name)
 
     def begin(self, source: ChainHost | None) -> None:
         """Takes chunks from this source from now on."""
         self.source, self.problem, self.moved = source, "", time.monotonic()
         self._marks = deque([(self.moved, self.at)])
 
-    def note(self, answer: Any, total: int) -> None:
+    def note(self, answer: Reply, total: int) -> None:
         """Takes over what the host reports about itself."""
-        at, problem, received = self.checked(tuple[int, str, int], answer)
+        at, problem, received = check("look", answer, tuple[int, str, int], self.name)
         if not self.at <= at <= total or problem not in ("", DAMAGED, BROKEN):
             raise ProtocolError("invalid reply of a relay", host=self.name)
         now = time.monotonic()
@@ -241,7 +232,7 @@ class Chain:
         lacks = dict(host.ask(list[tuple[int, int]], "open", *self._items.about, keys))
         if begun := [number for number, (item, _, end) in enumerate(self._items.chunks) if end <= lacks.get(item, 0)]:
             while host.hashed <= begun[-1]:
-                host.remote.ask("look", 0, *self._hashes(host, begun[0], begun[-1] + 1)).result()
+                host.request("look", 0, *self._hashes(host, begun[-1] + 1)).result()
             lacks = dict(host.ask(list[tuple[int, int]], "resume"))
         host.missing = [
             number for number, (item, start, _) in enumerate(self._items.chunks) if start >= lacks.get(item, start + 1)
@@ -256,8 +247,8 @@ class Chain:
         host.begin(self._choose(host))
         while host.at < self._total and (source := host.source) is not None:
             pause = min(_LOOK, 0.02 + (time.monotonic() - began) / 10)  # other hosts may wait until this one listens
-            hashes = self._hashes(host, host.at, min(host.at + _HASHED, self._total))
-            self._note(host, host.remote.ask("look", pause, *hashes))
+            hashes = self._hashes(host, min(host.at + _HASHED, self._total))
+            self._note(host, host.request("look", pause, *hashes))
             if host.at < self._total and (why := host.why_leave(source)):
                 host.avoided.add(source)
                 host.begin(self._choose(host))
@@ -266,11 +257,11 @@ class Chain:
         if host.at < self._total:
             self._feed(host)
 
-    def _hashes(self, host: ChainHost, first: int, last: int) -> tuple[int, bytes]:
-        """The hashes of some chunks, without those that the host has; and the number of the first of these."""
-        first = max(first, host.hashed)
+    def _hashes(self, host: ChainHost, last: int) -> tuple[int, bytes]:
+        """The number of the first chunk whose hash a host lacks, and the hashes from there on to `last`."""
+        first = host.hashed
         hashes = self._items.hashes.some(first, last) if first < last else b""
-        host.hashed = max(host.hashed, first + len(hashes) // HASH)
+        host.hashed += len(hashes) // HASH
         return first, hashes
 
     def _note(self, host: ChainHost, answer: Any) -> None:
@@ -302,11 +293,10 @@ class Chain:
             return False
         try:
             addresses = meeting_addresses(source.node, host.node)
-            answer = source.remote.ask("listen", host.name, addresses)
-            assert isinstance(answer, Answer)
+            answer = source.request("listen", host.name, addresses)
             if not answer.comes_within(_RESPONSE):
                 return False
-            ports = source.checked(list[int], answer)
+            ports = check("listen", answer, list[int], source.name)
         except SkyfabError:
             return False
         if not host.ask(bool, "connect", source.name, endpoints_of(addresses, ports)):
@@ -319,7 +309,7 @@ class Chain:
         waiting: deque[Any] = deque()
         for number in host.missing[bisect_left(host.missing, host.at) :]:
             hashed = self._items.hashes.some(number, number + 1)
-            waiting.append(host.remote.ask("chunk", number, hashed, self._items.read(number)))
+            waiting.append(host.request("chunk", number, hashed, self._items.read(number)))
             if len(waiting) == _WINDOW:
                 self._note(host, waiting.popleft())
         while waiting:

@@ -52,14 +52,13 @@ def shared(nodes: Sequence[Node], spec_of: Callable[[Node, str], WorkerSpec], ev
 
 
 class _Exchange:
-    """The exchange. Its thread ends when there is nothing left to exchange."""
+    """The exchange, on threads: one at a time works, for all hosts that are due."""
 
     def __init__(self, nodes: Sequence[Node], spec_of: Callable[[Node, str], WorkerSpec]) -> None:
         self._nodes = nodes
         self._spec_of = spec_of
-        self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
-        self._changed = threading.Lock()
+        self._working = threading.Lock()
         self._due: set[Node] = set()
         """Hosts to exchange kernels with."""
         self._importing: set[Node] = set()
@@ -82,33 +81,22 @@ class _Exchange:
 
     def close(self) -> None:
         self._stopped.set()
-        with self._changed:
-            thread = self._thread
-        if thread is not None:
-            thread.join()
+        with self._working:  # what still works ends with its next request
+            pass
 
     def _exchange_with(self, node: Node) -> None:
-        with self._changed:
+        if node not in self._due:
             self._due.add(node)
-            if self._thread is None and not self._stopped.is_set():
-                self._thread = threading.Thread(target=self._run, name="skyfab-kernels", daemon=True)
-                self._thread.start()
+            threading.Thread(target=self._work, name="skyfab-kernels", daemon=True).start()
 
-    def _run(self) -> None:
-        while due := self._next():
+    def _work(self) -> None:
+        with self._working:
+            due = [] if self._stopped.is_set() else [node for node in self._nodes if node in self._due]
+            self._due.difference_update(due)
             found = for_each_host(self._take, due)  # errors do not matter: hosts compile what they lack
             new = {key for one in found if not isinstance(one, Raised) for key, size in [one] if size}
             others = [node for node in self._nodes if node not in due and self._keys.get(node) in (None, *new)]
             for_each_host(self._give, [*due, *others] if new else due)
-
-    def _next(self) -> list[Node]:
-        """The hosts to exchange kernels with now. If there are none, the thread ends."""
-        with self._changed:
-            due = [] if self._stopped.is_set() else [node for node in self._nodes if node in self._due]
-            self._due.clear()
-            if not due:
-                self._thread = None
-            return due
 
     def _take(self, node: Node) -> tuple[str, int]:
         """Copies what is new of a host's kernels to this machine. Returns their key and size."""
@@ -129,9 +117,8 @@ class _Exchange:
     @contextlib.contextmanager
     def _open(self, node: Node, way: str) -> Iterator[tuple[Remote, str]]:
         """The source or target of a host's kernels, and their key. Raises ProtocolError for an invalid one."""
-        with contextlib.closing(Remote(node, self._spec_of(node, ""))) as remote:
-            remote.stopped = self._stopped
-            key = check("compiled", remote.ask("compiled", way).result())
+        with contextlib.closing(Remote(node, self._spec_of(node, ""), self._stopped)) as remote:
+            key = check("compiled", remote.ask("compiled", way))
             if not re.fullmatch("([0-9a-f]{40})?", key):
                 raise ProtocolError("invalid key of kernels", host=node.name)
             self._keys[node] = key

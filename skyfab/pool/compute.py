@@ -55,7 +55,7 @@ from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
 from skyfab.pool.node import TABLE, Node
 from skyfab.pool.nodes import Nodes, close_all, named, open_all, tell_files
-from skyfab.pool.package_relay import PackageRelay
+from skyfab.pool.package_relay import deliver
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.relay import Relay
 from skyfab.pool.rendezvous import peer_addresses
@@ -198,7 +198,7 @@ class Compute(ShownAsTable):
         self._actors = Actors(self._scheduler.gpus, self._images.plugins, self.events, untrusted=untrusted)
         self.relay = self._broadcasts.relay = self._sync.relay = Relay(self._nodes.solo_spec, self.events)
         self.files = Files(self._nodes.solo_spec, self.relay)
-        self._images.deliver = PackageRelay(self._nodes, self.relay).deliver
+        self._images.deliver = functools.partial(deliver, self._nodes, self.relay)
         self._forwards = Forwards(self.events)
         self._mirrors: list[Mirror] = []
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()

@@ -6,7 +6,6 @@ host can download, this machine does.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import threading
 import time
@@ -14,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Final
 
 from skyfab._util.cache import cache_folder
@@ -22,13 +20,13 @@ from skyfab._util.signals import GuardedCondition
 from skyfab._util.sizes import counted, readable
 from skyfab.errors import HostError, ProtocolError, SkyfabError, Unreachable, printable
 from skyfab.pool.caches import Cache
-from skyfab.pool.file_worker import AGAIN
+from skyfab.pool.file_worker import AGAIN, tell
 from skyfab.pool.futures import refuse_to_block
 from skyfab.pool.hub import Found, HubFile, find
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.relay import FULL, Relay
 from skyfab.session.fanout import Raised, for_each_host, one_error, results_of
-from skyfab.ui.events import HERE, Events, Moved, Notice, Step
+from skyfab.ui.events import HERE, Events, Moved, Step
 
 _LANES: Final = 4
 """Downloads of one host at a time."""
@@ -160,9 +158,7 @@ class _Fetch:
         self._each(self._lay_out)
         done = [self._reports[node] for node in self._lacking]
         if self._errors:
-            for report in done:
-                text = str(report).removeprefix(f"{report.host}: ")
-                self._relay.events.emit(Notice(host=report.host, text=text))
+            tell(self._relay.events, done)
             raise one_error([*self._errors.values()], len(self._hosts))
         return done
 
@@ -218,7 +214,7 @@ class _Fetch:
         """Starts downloads, on hosts if any can. Raises SkyfabError if this machine cannot either."""
         if not self._places:
             what = self._files[self._pending[0]].path
-            error = SkyfabError(f"{what} cannot be downloaded: {'; '.join(self._why[:8])}", hint=AGAIN)
+            error = SkyfabError(f"cannot download {what}: {'; '.join(self._why[:8])}", hint=AGAIN)
             error.exit_code = 3
             raise error
         places = self._places[:-1] or self._places
@@ -235,9 +231,9 @@ class _Fetch:
         try:
             with closing(self._open_cache(place)) as cache:
                 while tag is not None:
-                    name = cache.download(self._files[tag], self._found, self._progress[place].of(tag))
-                    self._got(tag, name, place)
-                    tag = self._take()
+                    self._download(tag, place, cache)
+                    with self._changed:
+                        tag = self._pending.popleft() if self._pending and self._fatal is None else None
         except Unreachable as error:
             self._leave(place, error.message)
         except BaseException as error:
@@ -252,19 +248,15 @@ class _Fetch:
                 self._lanes -= 1
                 self._changed.notify_all()
 
-    def _take(self) -> str | None:
-        with self._changed:
-            return self._pending.popleft() if self._pending and self._fatal is None else None
-
-    def _got(self, tag: str, name: str, place: Node | None) -> None:
+    def _download(self, tag: str, place: Node | None, cache: Cache) -> None:
+        name = cache.download(self._files[tag], self._found, lambda done: self._progress[place].note(tag, done))
         with self._changed:
             self._names[tag] = name
             self._holders[tag].append(place)
             if place in self._lacking:
                 self._lacking[place].discard(tag)
                 self._reports[place].downloaded += self._files[tag].size
-            if any(tag in lacking for lacking in self._lacking.values()):
-                self._changed.notify_all()
+            self._changed.notify_all()
 
     def _leave(self, place: Node | None, why: str) -> None:
         """A host stops downloading."""
@@ -296,23 +288,14 @@ class _Fetch:
     def _pass_on(self, batch: Sequence[str]) -> None:
         holders = [node for node in self._holders[batch[0]] if node is not None]
         is_here = None in self._holders[batch[0]]
-        names = {
-            self._names[tag]: Path(cache_folder(), "blobs", self._names[tag]) if is_here else None for tag in batch
-        }
-        progress = {node: self._progress[node].of("") for node in self._lacking}
+        blobs = cache_folder() / "blobs"
         errors = self._relay.send(
-            names,
+            {self._names[tag]: blobs / self._names[tag] if is_here else self._files[tag].size for tag in batch},
             [*self._lacking],
             keep=True,
-            holders=dict.fromkeys(names, holders),
-            progress=lambda node, done, total: progress[node](done),
+            holders=() if is_here else holders,
+            progress=lambda node, done, total: self._progress[node].note(batch[0], done),
         )
-        if errors:
-            self._each(lambda node: self._hosts[node].find("", []))  # hosts that do not respond are lost
-            may_retry = not is_here and (not any(node in self._lacking for node in holders) or self._came_here(batch))
-            for node, error in errors.items():
-                if not may_retry or getattr(error, "hint", None) == FULL:
-                    self._drop(node, error)
         with self._changed:
             for node in self._lacking.keys() - errors.keys():
                 new = self._lacking[node].intersection(batch)
@@ -320,18 +303,22 @@ class _Fetch:
                 self._lacking[node] -= new
                 for tag in new:
                     self._holders[tag].append(node)
-                self._progress[node].add(size)
                 if is_here:
                     self._reports[node].from_here += size
                 else:
                     self._reports[node].from_hosts += size
+        if errors:
+            self._each(lambda node: self._hosts[node].find("", []))  # hosts that do not respond are lost
+            may_retry = not is_here and (not any(node in self._lacking for node in holders) or self._came_here(batch))
+            for node, error in errors.items():
+                if not may_retry or getattr(error, "hint", None) == FULL:
+                    self._drop(node, error)
 
     def _came_here(self, batch: Sequence[str]) -> bool:
         """Downloads to this machine what hosts cannot pass on, as they may not reach each other."""
         with suppress(SkyfabError):
             for tag in batch:
-                self._names[tag] = self._here.download(self._files[tag], self._found, self._progress[None].of(tag))
-                self._holders[tag].append(None)
+                self._download(tag, None, self._here)
             return True
         return False
 
@@ -354,19 +341,11 @@ class _Progress:
         self._events = events
         self.total = self._done = 0
         self._parts: dict[str, int] = {}
-        """Bytes of each download, and of the current relay, whose key is empty."""
+        """Bytes of each download, and of each relay by its first file."""
         self._last = 0.0
         self._lock = threading.Lock()
 
-    def of(self, key: str) -> Callable[[int], None]:
-        return functools.partial(self._note, key)
-
-    def add(self, size: int) -> None:
-        """A relay has delivered everything."""
-        self._note("relayed", self._parts.get("relayed", 0) + size)
-        self._note("", 0)
-
-    def _note(self, key: str, done: int) -> None:
+    def note(self, key: str, done: int) -> None:
         with self._lock:
             self._done += done - self._parts.get(key, 0)
             self._parts[key] = done

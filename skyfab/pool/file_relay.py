@@ -2,28 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
+from skyfab.env.share import LEAST, by_hosts
 from skyfab.errors import SkyfabError, UsageError
 from skyfab.files.entries import text
 from skyfab.files.source import SMALL, Source, opened
-from skyfab.files.transfer import FILES, Transfer
+from skyfab.files.transfer import Transfer, packs
 from skyfab.host.relay import chunks_of, hash_of, step_of
-from skyfab.pool.addresses import machine_of
 from skyfab.pool.chain import Chain, ChainHost, Hashes
-from skyfab.pool.file_worker import Answer, Remote
+from skyfab.pool.file_worker import Remote
 from skyfab.pool.node import Node
-from skyfab.pool.relay import LEAST, Relay
+from skyfab.pool.relay import Relay, is_worth
 
-_File = tuple[int, int, int]
-"""A file: its number, size and time."""
 _PATIENCE: Final = 3.0
 """Seconds that an upload waits for hosts that are still comparing, in addition to the time until then."""
 
@@ -37,8 +36,6 @@ class _Member:
     source: Source
     transfer: Transfer
     lacks: Sequence[int]
-    received: dict[int, int] = field(default_factory=dict)
-    """Bytes that have arrived, by the number of the relay."""
 
 
 class SharedUpload:
@@ -82,19 +79,12 @@ class SharedUpload:
         return [number for number in lacks if number in left]
 
     def _arranged(self) -> list[_Part]:
-        """A relay for each set of hosts that lack the same files."""
-        owners: dict[int, list[Node]] = {}
-        for node in self._nodes:
-            for number in self._members[node].lacks if node in self._members else ():
-                owners.setdefault(number, []).append(node)
-        groups: dict[tuple[Node, ...], list[int]] = {}
-        for number, those in owners.items():
-            groups.setdefault(tuple(those), []).append(number)
+        """A relay for each group of hosts that lack the same files."""
         parts: list[_Part] = []
-        for nodes, numbers in groups.items():
+        lacking = {node: self._members[node].lacks for node in self._nodes if node in self._members}
+        for nodes, numbers in by_hosts(lacking).items():
             members = [self._members[node] for node in nodes]
-            is_much = sum(members[0].transfer.listed(number)[0] for number in numbers) >= LEAST
-            if is_much and len({machine_of(node) for node in nodes}) > 1:
+            if is_worth(sum(members[0].transfer.listed(number)[0] for number in numbers), nodes):
                 parts.append(_Part(len(parts), self._relay, _Files(members[0], numbers), members))
         return parts
 
@@ -103,10 +93,14 @@ class _Part:
     """One of the relays of an upload."""
 
     def __init__(self, place: int, relay: Relay, files: _Files, members: Sequence[_Member]) -> None:
-        self._place = place
         self._files = files
         self._members = {member.node: member for member in members}
-        self.hosts = {member.node: ChainHost(member.node, _Worker(place, member.remote)) for member in members}
+        self._received = dict.fromkeys(self._members, 0)
+        """Bytes that have arrived."""
+        self.hosts = {
+            member.node: ChainHost(member.node, functools.partial(member.remote.ask, "relay", place))
+            for member in members
+        }
         hosts = [*self.hosts.values()]
         self._chain = Chain(files, hosts, len(hosts), relay.events, relay.apart, self._progress)
 
@@ -119,29 +113,15 @@ class _Part:
             host.error = error  # other hosts leave it; its transfer raises its own errors again
         lacks = {*range(len(self._files.items))}
         with suppress(SkyfabError):
-            lacks = set(host.ask(list[int], "commit", False))
+            lacks = set(host.ask(list[int], "commit"))
         items = [files for item, files in enumerate(self._files.items) if item not in lacks]
         numbers = [number for files in items for number, _, _ in files]
-        member.transfer.relayed(numbers, member.received.get(self._place, 0))
+        member.transfer.relayed(numbers, self._received[member.node])
         return {*numbers}
 
     def _progress(self, node: Node, done: int, total: int) -> None:
-        member = self._members[node]
-        member.transfer.arrived(done - member.received.get(self._place, 0))
-        member.received[self._place] = done
-
-
-class _Worker:
-    """The worker of a transfer, as a participant of one relay."""
-
-    def __init__(self, place: int, remote: Remote) -> None:
-        self._place = place
-        self._remote = remote
-
-    def ask(self, request: str, *arguments: Any) -> Answer:
-        answer = self._remote.ask("relay", self._place, request, *arguments)
-        assert isinstance(answer, Answer)
-        return answer
+        self._members[node].transfer.arrived(done - self._received[node])
+        self._received[node] = done
 
 
 class _Files:
@@ -151,8 +131,11 @@ class _Files:
 
     def __init__(self, member: _Member, numbers: Sequence[int]) -> None:
         self._paths = member.source.paths
-        self.items = [*_packs([(number, *member.transfer.listed(number)) for number in numbers])]
-        sizes = [*map(_size, self.items)]
+        files = [(number, *member.transfer.listed(number)) for number in numbers]
+        files.sort(key=lambda file: file[1] > SMALL)
+        self.items = [*packs([file for file in files if file[1]], lambda file: file[1])]  # empty ones may be of /proc
+        """Lists of files: number, size and time of each."""
+        sizes = [sum(size for _, size, _ in files) for files in self.items]
         self._step = step_of(sum(sizes))
         self.chunks = chunks_of(sizes, self._step)
         self.hashes = Hashes(hash_of(self._content(*chunk)) for chunk in self.chunks)
@@ -184,20 +167,3 @@ class _Files:
 
     def changed(self, item: int) -> UsageError:
         return UsageError(f"{text(self._paths[self.items[item][0][0]])} changed while it was being sent")
-
-
-def _packs(files: Sequence[_File]) -> Iterator[list[_File]]:
-    """Large files, each alone, and packs of small ones. Skips empty ones: they may be files of /proc."""
-    pack: list[_File] = []
-    for file in sorted(files, key=lambda file: file[1] > SMALL):
-        if pack and (len(pack) == FILES or _size(pack) + file[1] > SMALL):
-            yield pack
-            pack = []
-        if file[1]:
-            pack.append(file)
-    if pack:
-        yield pack
-
-
-def _size(files: Sequence[_File]) -> int:
-    return sum(size for _, size, _ in files)

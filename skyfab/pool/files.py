@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import functools
 import os
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from skyfab._util.sizes import counted, readable
+from skyfab._util.sizes import counted
 from skyfab.calls.gitignore import as_git, is_kept
 from skyfab.calls.project import note_laid_out
 from skyfab.errors import ProtocolError, SkyfabError, UsageError
@@ -21,7 +19,7 @@ from skyfab.files.source import Source, and_above, expected
 from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Report, Side, Transfer, check
 from skyfab.pool.file_relay import SharedUpload
-from skyfab.pool.file_worker import Remote, unfit
+from skyfab.pool.file_worker import Remote, fits, opened, tell
 from skyfab.pool.futures import refuse_to_block
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.relay import Relay
@@ -111,16 +109,14 @@ class Files:
         *,
         laid_out: Path | None = None,
     ) -> list[Report]:
-        remotes = {node: Remote(node, self._spec_of(node, ""), claims=True) for node in nodes}
         shared = SharedUpload(self._relay, nodes)
 
-        def send(node: Node, stopped: threading.Event) -> Report:
+        def send(node: Node, remote: Remote) -> Report:
             own = list(skipped) if len(nodes) > 1 else skipped  # `found` may still add to it
-            remote = remotes[node]
-            remote.stopped = stopped
             try:
-                keep_newer = laid_out is not None
-                there, called, room = check("receive", remote.ask("receive", place, base, is_file, keep_newer).result())
+                there, called, room = check(
+                    "receive", remote.ask("receive", place, base, is_file, laid_out is not None)
+                )
                 if laid_out is not None:
                     note_laid_out(node.name, there, str(laid_out))
                 entries = [(_renamed(entry, name(called)), path) for entry, path in found] if is_file else found
@@ -131,14 +127,9 @@ class Files:
                 return transfer.report
             finally:
                 shared.without(node)
-                if stopped.is_set():  # after Ctrl-C, nobody else closes it
-                    remote.close()
 
-        try:
-            return self._on_each(send, nodes)
-        finally:
-            for remote in remotes.values():  # not before: other hosts may take files from it
-                remote.close()
+        with opened(nodes, self._spec_of, claims=True) as remotes:  # to the end: hosts may take files from each other
+            return self._on_each(send, remotes)
 
     def download(self, paths: Sequence[AnyPath], to: AnyPath, nodes: Sequence[Node], *, apart: bool) -> list[Report]:
         """Copies files and folders from hosts; with `apart`, what several have into folders of the hosts' names.
@@ -149,21 +140,14 @@ class Files:
         is_new = not folder.is_dir()
         patterns = [os.fsencode(path) for path in paths]
         places: dict[str, str] = {}
-        sources = {node.name: Remote(node, self._spec_of(node, "")) for node in nodes}
 
-        def look(node: Node, stopped: threading.Event) -> Report:
-            source = sources[node.name]
-            source.stopped = stopped
-            try:
-                places[node.name] = check("send", source.ask("send", patterns).result())
-                if apart:
-                    source.list(os.fsencode(folder))
-            finally:
-                if stopped.is_set():  # after Ctrl-C, nobody else closes it
-                    source.close()
+        def look(node: Node, source: Remote) -> Report:
+            places[node.name] = check("send", source.ask("send", patterns))
+            if apart:
+                source.list(os.fsencode(folder))
             return Report(node.name)
 
-        def fetch(node: Node, stopped: threading.Event) -> Report:
+        def fetch(node: Node, source: Remote) -> Report:
             is_inner = apart
 
             def place_of(entry: Entry) -> bytes:
@@ -171,23 +155,18 @@ class Files:
                 is_inner &= not (lone := is_lone(entry, node.name))
                 return entry.path if lone else os.fsencode(node.name) + b"/" + entry.path
 
-            with closing(sources[node.name]) as source:
-                source.stopped = stopped
-                with closing(Target(os.fsencode(folder), expects=expected(patterns), place_of=place_of)) as target:
-                    transfer = self._transfer(node, "fetching files", source, Here(target))
-                    transfer.run(functools.partial(fits, target.room, ""))
-                transfer.report.folder = _typed(folder / node.name if is_inner else folder)
-                with suppress(SkyfabError):  # it is reported as written then
-                    source.ask("fetched", patterns).result()
-                return transfer.report
+            with closing(Target(os.fsencode(folder), expects=expected(patterns), place_of=place_of)) as target:
+                transfer = self._transfer(node, "fetching files", source, Here(target))
+                transfer.run(functools.partial(fits, target.room, ""))
+            transfer.report.folder = _typed(folder / node.name if is_inner else folder)
+            with suppress(SkyfabError):  # it is reported as written then
+                source.ask("fetched", patterns).result()
+            return transfer.report
 
-        try:
-            self._on_each(look, nodes)
-            is_lone = _lone(sources) if apart else lambda entry, host: True
-            reports = self._on_each(fetch, nodes)
-        finally:
-            for source in sources.values():
-                source.close()
+        with opened(nodes, self._spec_of) as sources:
+            self._on_each(look, sources)
+            is_lone = _lone({node.name: source for node, source in sources.items()}) if apart else lambda *_: True
+            reports = self._on_each(fetch, sources)
         empty = [report.host for report in reports if not report.entries]
         if len(empty) == len(nodes):
             if is_new:
@@ -226,28 +205,22 @@ class Files:
         transfer.report.host = node.name
         return transfer
 
-    def _on_each(self, action: Callable[[Node, threading.Event], Report], nodes: Sequence[Node]) -> list[Report]:
+    def _on_each(self, action: Callable[[Node, Remote], Report], remotes: Mapping[Node, Remote]) -> list[Report]:
         refuse_to_block()
-        stopped = threading.Event()
 
         def act(node: Node) -> Report:
             try:
-                return action(node, stopped)
+                return action(node, remotes[node])
             except ProtocolError as error:
                 error.host = error.host or node.name
                 raise
 
-        try:
-            outcomes = for_each_host(act, nodes, most=len(nodes))  # they wait for each other
-        finally:
-            stopped.set()  # after Ctrl-C, threads end with their next request
+        outcomes = for_each_host(act, [*remotes], most=len(remotes))  # they wait for each other
         errors = [outcome.error for outcome in outcomes if isinstance(outcome, Raised)]
         reports = [outcome for outcome in outcomes if isinstance(outcome, Report)]
         if errors:
-            for report in reports:
-                if report.entries:  # what has been done on other hosts is not lost
-                    self._events.emit(Notice(host=report.host, text=str(report).removeprefix(f"{report.host}: ")))
-            raise one_error(errors, len(nodes))
+            tell(self._events, [report for report in reports if report.entries])
+            raise one_error(errors, len(remotes))
         for report in reports:
             for path, why in report.skipped[:_SHOWN]:
                 self._events.emit(Notice(host=report.host, text=f"skipped {path}: {why}"))
@@ -279,14 +252,6 @@ def _lone(sources: Mapping[str, Remote]) -> Callable[[Entry, str], bool]:
         return entry.path in lone and (entry.kind == FOLDER or hosts[entry.path] == [host])
 
     return is_lone
-
-
-def fits(room: int, host: str, size: int) -> None:
-    """Raises HostUnfit, or OSError for this machine, if this many bytes do not fit."""
-    if size <= room:
-        return
-    text = f"not enough space for these files: they need {readable(size)}, {readable(room)} is free"
-    raise unfit(errno.ENOSPC, text, host) if host else OSError(errno.ENOSPC, text)
 
 
 def _typed(folder: Path) -> str:

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from skyfab._util.sizes import counted, rate_of
 from skyfab.errors import ProtocolError, SkyfabError, UsageError
@@ -18,11 +18,14 @@ from skyfab.files.entries import words
 from skyfab.files.source import expected
 from skyfab.files.target import Target
 from skyfab.files.transfer import CHANGED, Here, Report, Transfer, check
-from skyfab.pool.file_worker import Remote
-from skyfab.pool.files import AnyPath, fits
+from skyfab.pool.file_worker import Remote, fits
+from skyfab.pool.files import AnyPath
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.session.fanout import one_error
 from skyfab.ui.events import Events, Notice
+
+if TYPE_CHECKING:
+    from skyfab.files.entries import Row
 
 _PACE: Final = 1.0
 """Seconds between two scans of a folder, or 20 times as long as a scan takes, but at most `_LONGEST`."""
@@ -70,6 +73,8 @@ class Mirror:
             self._locks = locks.pop_all()
         self.reports = [Report(node.name, folder=str(folder)) for node, folder in zip(there, folders, strict=True)]
         """What was fetched so far, for each host."""
+        self._listed: dict[str, dict[str, Row]] = {report.host: {} for report in self.reports}
+        """Each host's files, folders and links, by their path: of a file, several versions may be fetched."""
         each = zip(there, map(Path.absolute, folders), self.reports, strict=True)
         self._threads = [
             threading.Thread(target=self._run, args=one, name="skyfab-mirror", daemon=True) for one in each
@@ -114,8 +119,7 @@ class Mirror:
         while True:
             is_last = self._ending.is_set()
             try:
-                with closing(Remote(node, self._spec_of(node, ""), claims=True)) as remote:
-                    remote.stopped = self._stopped
+                with closing(Remote(node, self._spec_of(node, ""), self._stopped, claims=True)) as remote:
                     self._follow(remote, folder, report)
                 return
             except (SkyfabError, OSError) as error:
@@ -135,7 +139,7 @@ class Mirror:
         looks = _LOOKS
         while looks:
             is_last, began = self._ending.is_set(), time.monotonic()
-            count, changing = check("news", remote.ask("news", self._patterns, is_last).result())
+            count, changing = check("news", remote.ask("news", self._patterns, is_last))
             if count:
                 self._take(remote, folder, report)
             elif not is_last:
@@ -157,7 +161,9 @@ class Mirror:
             raise ProtocolError("announced files are not listed", host=report.host)
         remote.ask("fetched", self._patterns).result()
         transfer.report.seconds = time.monotonic() - began
-        for name in ("entries", "files", "size", "sent", "sent_size", "seconds"):
+        self._listed[report.host].update((row[0], row) for row in transfer.rows)
+        report.count(self._listed[report.host].values())
+        for name in ("sent", "sent_size", "seconds"):
             setattr(report, name, getattr(report, name) + getattr(transfer.report, name))
         for path, why in transfer.report.skipped:
             is_new = why != CHANGED and (path, why) not in report.skipped  # changed and removed files are normal

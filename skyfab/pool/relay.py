@@ -5,19 +5,20 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any, Final
 
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.project import Tree
-from skyfab.errors import HostUnfit, ProtocolError, SkyfabError, UsageError
+from skyfab.env.share import LEAST, by_hosts
+from skyfab.errors import HostUnfit, SkyfabError, UsageError
 from skyfab.host.relay import HASH, chunks_of, hash_of
 from skyfab.pool.addresses import machine_of
 from skyfab.pool.chain import Chain, ChainHost, Hashes, Progress
-from skyfab.pool.file_worker import Remote
+from skyfab.pool.file_worker import opened
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.protocol.blobs import LARGE, name_of
 from skyfab.protocol.frames import Buffer
@@ -25,14 +26,17 @@ from skyfab.protocol.messages import Has, Missing
 from skyfab.session.fanout import Raised, for_each_host, results_of
 from skyfab.ui.events import Events
 
-Content = Buffer | Path | None
-"""The content of an item: memory or a file of this machine, or None if only other hosts have it."""
+Content = Buffer | Path | int
+"""The content of an item: memory or a file of this machine; or its size, if only other hosts have it."""
 Done = Callable[[Node, Exception | None], None]
-LEAST: Final = 4 << 20
-"""Bytes that several hosts must lack of a call before they pass them on to each other."""
 _MEASURED: Final = 16
 """Hashes of one reply of a host that has the items."""
 FULL: Final = "free some space, or put the cache on another disk (cache = … in the inventory)"
+
+
+def is_worth(size: int, nodes: Collection[Node]) -> bool:
+    """Whether hosts should pass on to each other this many bytes, which all of them lack."""
+    return size >= LEAST and len({machine_of(node) for node in nodes}) > 1
 
 
 class Relay:
@@ -50,61 +54,32 @@ class Relay:
         nodes: Sequence[Node],
         *,
         keep: bool = False,
-        holders: Mapping[str, Sequence[Node]] | None = None,
+        verify: bool = False,
+        holders: Sequence[Node] = (),
         progress: Progress = lambda node, done, total: None,
         done: Done = lambda node, error: None,
     ) -> dict[Node, Exception]:
         """Puts items, by their sha256, into the stores of hosts; with `keep`, into the part that outlives the pool.
 
-        Does not send a host what it has, and does not send from here what `holders` have. Returns the errors of the
-        hosts that did not get all items. Calls `progress` with how many bytes a host has received and how many it
-        lacked, and `done` when a host has all items of the same holders, or has failed. Raises UsageError for a file
-        of this machine that has changed.
+        Does not send a host what it has. With `holders`, which have all of the items, nothing is sent from here. With
+        `verify`, hosts also check each item as a whole: it may have been modified after it was named.
+        Returns the errors of the hosts that did not get all items. Calls `progress` with how many bytes a host has
+        received and how many it lacked, and `done` when a host has all items or has failed. Raises UsageError for a
+        file of this machine that has changed.
         """
-        groups: dict[tuple[Node, ...], dict[str, Content]] = {}
-        for name, content in items.items():
-            groups.setdefault(tuple((holders or {}).get(name, ())), {})[name] = content
-        errors: dict[Node, Exception] = {}
-        for owners, group in groups.items():
-            left = [node for node in nodes if node not in errors]
-            errors |= self._send(group, left, owners, keep, progress, done)
-        return errors
-
-    def _send(
-        self,
-        items: Mapping[str, Content],
-        nodes: Sequence[Node],
-        owners: Sequence[Node] = (),
-        keep: bool = False,
-        progress: Progress = lambda node, done, total: None,
-        done: Done = lambda node, error: None,
-        may_change: bool = False,
-    ) -> dict[Node, Exception]:
-        """With `may_change`, the program may modify items after they were named."""
-        nodes_of_all = dict.fromkeys((*nodes, *owners))
-        remotes = [Remote(node, self._spec_of(node, ""), full=FULL) for node in nodes_of_all]
-        hosts = [ChainHost(node, remote) for node, remote in zip(nodes_of_all, remotes, strict=True)]
         errors: dict[Node, Exception] = {}
         with ExitStack() as ends:
-            stopped = threading.Event()
-            for remote in remotes:
-                remote.stopped = stopped
-                ends.callback(remote.close)
-            ends.callback(stopped.set)  # after Ctrl-C, threads end at their next request
-            try:
-                if None in items.values():
-                    found: _Items = _OthersItems([*items], keep, [host for host in hosts if host.node in owners])
-                else:
-                    found = _OwnItems(items, keep, ends)
-            except HostUnfit as error:
-                return dict.fromkeys(nodes, error)
+            remotes = ends.enter_context(opened((*nodes, *holders), self._spec_of, full=FULL))
+            hosts = [ChainHost(node, remote.ask) for node, remote in remotes.items()]
+            owners = [host for host in hosts if host.node in holders]
+            found = _Items(items, keep, owners, ends)
             ends.callback(found.hashes.close)
             chain = Chain(found, hosts, len(nodes), self.events, self.apart, progress)
 
             def fill(host: ChainHost) -> None:
                 try:
                     if chain.fill(host):
-                        host.remote.ask("commit", may_change or not found.is_here).result()
+                        host.ask(Any, "commit", verify or not found.is_here)
                 except SkyfabError as error:
                     host.error = errors[host.node] = error
                 done(host.node, errors.get(host.node))
@@ -137,84 +112,68 @@ class Relay:
                 elif node.session is sessions[node]:  # as to a single host, with the same errors
                     node.store.send(name, content[name])
 
-        def relay(lacking: Sequence[Node]) -> None:
+        def relay() -> None:
             try:
-                if lacking:
-                    self._send(content, lacking, done=done, may_change=may_change)
+                self.send(content, lacking, done=done, verify=may_change)
             finally:
-                for node in nodes:
-                    done(node, HostUnfit("not relayed", host=node.name))
+                send_directly()
 
-        if len({machine_of(node) for node in lacking}) > 1:
-            threading.Thread(target=relay, args=(lacking,), daemon=True).start()
+        def send_directly() -> None:
+            for node in nodes:
+                done(node, HostUnfit("not relayed", host=node.name))
+
+        if is_worth(LEAST, lacking):
+            threading.Thread(target=relay, daemon=True).start()
         else:
-            relay(())
+            send_directly()
 
     def send_project(self, tree: Tree, nodes: Sequence[Node]) -> None:
         """Sends large files of the project that several hosts lack. Then each host is asked what it still lacks."""
         large = {name: path for name, path in tree.sources.items() if path.is_file() and path.stat().st_size >= LARGE}
         new = [node for node in nodes if not node.store.knows(tree)]
-        if not large or len({machine_of(node) for node in new}) < 2:
+        if not is_worth(sum(path.stat().st_size for path in large.values()), new):
             return
 
         def missing(node: Node) -> Sequence[str]:
             found = node.session.ask(Has(names=[*large]))
-            return found.names if isinstance(found, Missing) else ()
+            return [name for name in found.names if name in large] if isinstance(found, Missing) else ()
 
         asked = zip(new, for_each_host(missing, new), strict=True)
-        found = {node: names for node, names in asked if not isinstance(names, Raised)}
-        lacked = Counter(name for names in found.values() for name in names)
-        items = {name: path for name, path in large.items() if lacked[name] > 1}
-        if sum(path.stat().st_size for path in items.values()) >= LEAST:
+        for group, names in by_hosts({node: found for node, found in asked if not isinstance(found, Raised)}).items():
+            items = {name: large[name] for name in names}
             with suppress(SkyfabError, OSError):  # each host then reports its own error
-                self.send(items, [node for node in found if not items.keys().isdisjoint(found[node])], keep=True)
+                if is_worth(sum(path.stat().st_size for path in items.values()), group):
+                    self.send(items, group, keep=True)
 
 
 class _Items:
     """The items of one relay: names, sizes, chunks and their hashes."""
 
-    is_here = True
-    hashes: Hashes
-
-    def __init__(self, names: Sequence[str], sizes: Sequence[int], keep: bool) -> None:
-        self._named = [*zip(names, sizes, strict=True)]
+    def __init__(self, items: Mapping[str, Content], keep: bool, owners: Sequence[ChainHost], ends: ExitStack) -> None:
+        """`owners` have the items that are not here. Raises UsageError for a file that is empty and was not."""
+        self.is_here = not owners
+        self._contents = [*items.values()]
         self._keep = keep
-        self.chunks = chunks_of(sizes)
+        self._files: dict[int, int] = {}
+        """Descriptors by the number of the item."""
+        self._named: list[tuple[str, int]] = []
+        """Names and sizes."""
+        for item, (name, content) in enumerate(items.items()):
+            if isinstance(content, Path):
+                self._files[item] = os.open(content, os.O_RDONLY)
+                ends.callback(os.close, self._files[item])
+                size = os.fstat(self._files[item]).st_size
+            else:
+                size = content if isinstance(content, int) else len(content)
+            if not size and name != name_of(b""):
+                raise self.changed(item)
+            self._named.append((name, size))
+        self.chunks = chunks_of([size for _, size in self._named])
+        self.hashes = Hashes(self._hashed() if self.is_here else self._hashed_by(owners))
 
     @property
     def about(self) -> tuple[Any, ...]:
         return self._named, self._keep
-
-    def read(self, number: int) -> Buffer:
-        """The content of a chunk."""
-        raise NotImplementedError
-
-    def changed(self, item: int) -> UsageError:
-        raise NotImplementedError
-
-
-class _OwnItems(_Items):
-    """Memory and files of this machine."""
-
-    def __init__(self, items: Mapping[str, Content], keep: bool, ends: ExitStack) -> None:
-        """Raises UsageError for an empty file that was not empty when it was named."""
-        self._contents = [*items.values()]
-        self._files: dict[int, int] = {}
-        """Descriptors by the number of the item."""
-        sizes: list[int] = []
-        for item, content in enumerate(self._contents):
-            if isinstance(content, Path):
-                self._files[item] = os.open(content, os.O_RDONLY)
-                ends.callback(os.close, self._files[item])
-                sizes.append(os.fstat(self._files[item]).st_size)
-            else:
-                assert content is not None
-                sizes.append(len(content))
-        super().__init__([*items], sizes, keep)
-        self.hashes = Hashes(self._hashed())
-        for item, (name, size) in enumerate(self._named):
-            if not size and name != name_of(b""):
-                raise self.changed(item)
 
     def _hashed(self) -> Iterator[bytes]:
         """The hashes of chunks. Raises UsageError at the last one of a file that has changed since it was named."""
@@ -228,8 +187,25 @@ class _OwnItems(_Items):
                     raise self.changed(item)
             yield hash_of(data)
 
+    def _hashed_by(self, owners: Sequence[ChainHost]) -> Iterator[bytes]:
+        """The hashes of chunks that only hosts have. Raises HostUnfit if none of them has the items any longer."""
+        left = deque(owners)
+        for first in range(0, len(self.chunks), _MEASURED):
+            last = min(first + _MEASURED, len(self.chunks))
+            hashes = b""
+            while not hashes:
+                if not left:
+                    names = ", ".join(owner.name for owner in owners)
+                    raise HostUnfit("no longer has the content to relay", host=names)
+                with suppress(SkyfabError, ValueError):
+                    hashes = bytes.fromhex(left[0].ask(str, "measure", first, last)) if left[0].was_whole else b""
+                if len(hashes) != HASH * (last - first):
+                    hashes = b""
+                    left.popleft()
+            yield from (hashes[at : at + HASH] for at in range(0, len(hashes), HASH))
+
     def read(self, number: int) -> Buffer:
-        """Raises UsageError if its file has become shorter."""
+        """The content of a chunk. Raises UsageError if its file has become shorter."""
         item, start, end = self.chunks[number]
         if item not in self._files:
             return memoryview(self._contents[item])[start:end]  # type: ignore[arg-type]
@@ -239,37 +215,8 @@ class _OwnItems(_Items):
         return data
 
     def changed(self, item: int) -> UsageError:
-        if item in self._files:
+        """The error for an item whose content has changed."""
+        if isinstance(self._contents[item], Path):
             return UsageError(f"{self._contents[item]!s} changed while it was being sent", hint="send it again")
         hint = "do not modify it until the call has ended, or pass a copy"
         return UsageError("an argument changed while it was being sent", hint=hint)
-
-
-class _OthersItems(_Items):
-    """What only hosts have: they have it in their stores."""
-
-    is_here = False
-
-    def __init__(self, names: Sequence[str], keep: bool, owners: Sequence[ChainHost]) -> None:
-        """Raises HostUnfit if the owners no longer have the items."""
-        self._names = names
-        self._owners = deque(owners)
-        sizes, _ = self._measured(0, 0)
-        super().__init__(names, sizes, keep)
-        self.hashes = Hashes(self._hashed())
-
-    def _hashed(self) -> Iterator[bytes]:
-        for first in range(0, len(self.chunks), _MEASURED):
-            _, hashes = self._measured(first, first + _MEASURED)
-            if len(hashes) != HASH * len(self.chunks[first : first + _MEASURED]):
-                raise ProtocolError("invalid reply of a relay", host=self._owners[0].name)
-            yield from (hashes[at : at + HASH] for at in range(0, len(hashes), HASH))
-
-    def _measured(self, first: int, last: int) -> tuple[list[int], bytes]:
-        names = ", ".join(owner.name for owner in self._owners)
-        while self._owners:
-            with suppress(SkyfabError, ValueError):
-                sizes, hashes = self._owners[0].ask(tuple[list[int], str], "measure", self._names, first, last)
-                return sizes, bytes.fromhex(hashes)
-            self._owners.popleft()
-        raise HostUnfit("no longer has the content to relay", host=names)

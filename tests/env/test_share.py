@@ -18,7 +18,7 @@ from stage.threads import at_once
 
 import skyfab as sky
 from skyfab.env.install import Package
-from skyfab.env.share import Delivery, Lack, Sharing
+from skyfab.env.share import Delivery, Sharing
 from skyfab.lab import Lab
 from skyfab.ui.events import Event, Moved
 
@@ -64,13 +64,16 @@ def packages(tmp_path: Path) -> list[Package]:
     return [Package.of_file(tmp_path / name) for name in ("a", "b", "c")]
 
 
+Lack = tuple[sky.Host, list[Package], Report]
+
+
 def lack(host: sky.Host, packages: list[Package]) -> Lack:
-    return Lack(host=host, packages=packages, report=Report())
+    return host, packages, Report()
 
 
 def shared(sharing: Sharing, *lacks: Lack) -> list[bool]:
     with ThreadPoolExecutor(len(lacks)) as threads:
-        return [*threads.map(lambda one: sharing.share(one, lambda: None), lacks)]
+        return [*threads.map(lambda one: sharing.share(*one, lambda: None), lacks)]
 
 
 def names(places: list[sky.Host]) -> list[str]:
@@ -116,13 +119,13 @@ def test_a_host_that_comes_late_is_not_waited_for_and_does_not_wait(packages: li
     pool = Pool()
     sharing = Sharing(HOSTS, pool, 0.05)
     assert shared(sharing, *(lack(host, packages) for host in HOSTS[:2])) == [True, True]
-    assert sharing.share(lack(HOSTS[2], packages), lambda: None) is False
-    assert sharing.share(lack(HOSTS[0], packages), lambda: None) is False, "nor does one that comes again"
+    assert sharing.share(*lack(HOSTS[2], packages), lambda: None) is False
+    assert sharing.share(*lack(HOSTS[0], packages), lambda: None) is False, "nor does one that comes again"
     assert len(pool.found) == 1
 
 
 def test_without_a_pool_nobody_waits(packages: list[Package]) -> None:
-    assert Sharing(HOSTS, None, 60).share(lack(HOSTS[0], packages), lambda: None) is False
+    assert Sharing(HOSTS, None, 60).share(*lack(HOSTS[0], packages), lambda: None) is False
 
 
 def test_a_delivery_that_fails_is_none(packages: list[Package]) -> None:
@@ -143,12 +146,12 @@ def test_a_host_that_has_its_packages_waits_no_longer(packages: list[Package]) -
     sharing = Sharing(HOSTS[:2], Pool(settle), 60)
     first, second = (lack(host, packages) for host in HOSTS[:2])
     with ThreadPoolExecutor() as threads:
-        waits = [threads.submit(sharing.share, one, lambda: None) for one in (first, second)]
+        waits = [threads.submit(sharing.share, *one, lambda: None) for one in (first, second)]
         assert waits[0].result(60)
         assert not waits[1].done()
         first_is_gone.set()
         assert waits[1].result(60)
-    assert ("pushing", 1, 2) in first.report.moves  # type: ignore[attr-defined]
+    assert ("pushing", 1, 2) in first[2].moves
 
 
 def test_a_pool_that_is_closed_waits_no_longer(packages: list[Package]) -> None:
@@ -167,7 +170,7 @@ def test_a_pool_that_is_closed_waits_no_longer(packages: list[Package]) -> None:
 
     sharing = Sharing(HOSTS[:2], Pool(notice), 60)
     with ThreadPoolExecutor() as threads:
-        waits = [threads.submit(sharing.share, lack(host, packages), check) for host in HOSTS[:2]]
+        waits = [threads.submit(sharing.share, *lack(host, packages), check) for host in HOSTS[:2]]
         assert all(isinstance(wait.exception(60), sky.HostLost) for wait in waits)
     assert is_abandoned.wait(60)
 

@@ -121,13 +121,14 @@ def test_progress_is_that_of_what_is_sent(tmp_path: Path) -> None:
     fill(tmp_path, 100, 10, SMALL + 1)
     (tmp_path / "to").mkdir()
     (tmp_path / "to" / "0001").write_bytes((tmp_path / "from" / "0001").read_bytes())
-    steps: list[tuple[int, int]] = []
+    steps: list[tuple[int, int | None]] = []
     with (
         contextlib.closing(Source(walk(os.fsencode(tmp_path / "from"), b"", []), [])) as source,
         contextlib.closing(Target(os.fsencode(tmp_path / "to"))) as target,
     ):
         Transfer(Here(source), Here(target), lambda *step: steps.append(step)).run(lambda size: None)
     total = 100 + SMALL + 1
+    assert steps.pop(0) == (3, None), "what was compared"
     assert (steps[0], steps[-1]) == ((0, total), (total, total))
     assert {100, 100 + SMALL + 1} <= {done for done, _ in steps}
     assert [done for done, _ in steps] == sorted(done for done, _ in steps)
@@ -198,7 +199,7 @@ def test_files_that_neither_side_can_read_are_not_equal() -> None:
 @pytest.mark.parametrize(("begun", "resumes"), [(-3, False), (0, False), (7, True), (8, False)])
 def test_a_file_is_resumed_within_its_size(tiny: None, begun: int, resumes: bool) -> None:
     rows = listed(Entry(b"a", FILE, 7))
-    source = Replies(rows=rows, hold="same", piece=(False, b"" if resumes else b"abcdefg"))
+    source = Replies(rows=rows, digest="same", piece=(False, b"" if resumes else b"abcdefg"))
     run(source, Replies(compare=[[0, MISSING, 0, ""]], begin=(begun, "same")))
     (piece,) = [asked for asked in source.asked if asked[0] == "piece"]
     assert piece == (("piece", 0, 7, 0) if resumes else ("piece", 0, 0, 7))
@@ -230,12 +231,12 @@ def test_a_file_that_has_become_shorter_is_tried_twice_and_left_out(tiny: None, 
 def test_a_file_that_was_changed_is_compared_before_its_last_piece(tiny: None, changed: int, is_equal: bool) -> None:
     pieces = [(number == changed, bytes(size)) for number, size in enumerate((10, 5))]
     digests = Queue(["same" if is_equal else "other", "same"])
-    source = Replies(rows=listed(Entry(b"a", FILE, 15)), piece=Queue(2 * pieces), digest_held=digests, reopen=(15, 0))
+    source = Replies(rows=listed(Entry(b"a", FILE, 15)), piece=Queue(2 * pieces), digest=digests, reopen=(15, 0))
     target = Replies(compare=[[0, MISSING, 0, ""]], begin=(0, ""), drafted="same")
     assert run(source, target).sent == 1
     sent = [at for name, _, at, _ in (one for one in target.asked if one[0] == "piece")]
     assert sent == ([0, 10] if is_equal else [0, 0, 10])
-    assert ("digest_held", 10) in source.asked
+    assert ("digest", 0, 10) in source.asked
 
 
 def test_not_everything_that_is_left_out_is_kept() -> None:

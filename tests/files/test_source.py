@@ -60,14 +60,11 @@ def test_digests_are_of_the_beginning_and_empty_for_what_is_shorter_or_gone(sour
     (top / "b").unlink()
     (top / "c").unlink()
     (top / "c").mkdir()
-    for digest in (source.digest, source.hold):
-        assert digest(0, 10) == sha256(b"a" * 10)
-        assert digest(0, 4) == sha256(b"a" * 4)
-        assert digest(0, 11) == ""
-        assert digest(1, 10) == ""
+    assert source.digest(0, 10) == sha256(b"a" * 10)
+    assert source.digest(0, 4) == sha256(b"a" * 4)
+    assert source.digest(0, 11) == ""
+    assert source.digest(1, 10) == ""
     assert source.digest(2, 1) == "", "a folder has taken its place"
-    source.hold(1, 10)
-    assert source.digest_held(10) == "", "of no file, not of the last one"
 
 
 def test_long_files_are_digested_whole(source: Source, top: Path) -> None:

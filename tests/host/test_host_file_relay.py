@@ -55,7 +55,7 @@ def make(tmp_path: Path, chunks: list[bytes], monkeypatch: pytest.MonkeyPatch) -
 
     yield make_one
     for one, target in made:
-        one.commit(False)
+        one.commit()
         one.close()
         target.close()
     for channel in Noted.made:
@@ -87,7 +87,7 @@ def test_files_are_passed_on_while_they_arrive_and_afterwards(
     assert not (tmp_path / "2/a").exists(), "it is not complete"
     fill(first, chunks, 1)
     assert second.look(60, 0, b"")[:2] == (len(chunks), "")
-    assert first.commit(False) == second.commit(False) == []
+    assert first.commit() == second.commit() == []
     third = make("3")
     connect(third, second)
     assert third.look(60, 0, b"")[:2] == (len(chunks), "")
@@ -132,7 +132,7 @@ def test_a_file_that_has_changed_here_is_skipped_by_all(
         first.chunk(number, hash_of(chunk), memoryview(b"" if number == 1 else chunk))
     for one in (first, second, third):
         assert one.look(60, 0, b"")[:2] == (len(chunks), "")
-        assert one.commit(False) == [0]
+        assert one.commit() == [0]
     for place in "123":
         found = {path.name: path.read_bytes() for path in (tmp_path / place).iterdir() if path.name in SIZES}
         assert found == {name: content[name] for name in "bcd"}
@@ -147,7 +147,7 @@ def test_what_an_earlier_transfer_has_left_is_resumed_as_far_as_it_is_right(
     one = make("1")
     assert one.lacks == [(0, 2 * MIB), (1, 0), (2, 0)]
     fill(one, chunks, 2)
-    assert one.commit(False) == []
+    assert one.commit() == []
     assert {path.name: path.read_bytes() for path in (tmp_path / "1").iterdir()} == content
 
 
@@ -157,7 +157,7 @@ def test_what_is_incomplete_is_left_to_the_transfer(
     one = make("1")
     for number in (0, 1):
         send(one, chunks, number)
-    assert one.commit(False) == [0, 1, 2]
+    assert one.commit() == [0, 1, 2]
     assert one._target.begin(0) == (2 * MIB, hashlib.sha256(content["a"][: 2 * MIB]).hexdigest())
 
 
@@ -168,5 +168,5 @@ def test_a_file_that_cannot_be_written(make: Callable[[str], FileRelay], chunks:
     connect(second, first)
     with pytest.raises(IsADirectoryError):
         second.look(60, 0, b"")
-    assert second.commit(False) == [1, 2]
+    assert second.commit() == [1, 2]
     assert (tmp_path / "2/a").exists()

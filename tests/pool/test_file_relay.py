@@ -97,6 +97,30 @@ def test_a_single_file_and_hosts_that_lack_different_ones(lab: Lab, pool: sky.Co
     assert left(lab) - before < 1.15 * 5 * MIB
 
 
+def test_a_large_file_that_is_resumed_after_small_ones(lab: Lab, pool: sky.Compute, here: Path) -> None:
+    """Hosts also get the hashes of what comes before the part that they have."""
+    write(here / "rest/large", 9 * MIB)
+    small = sum(write(here / f"rest/many/{number}", 50_000) for number in range(60))
+    begun = (here / "rest/large").read_bytes()[: 6 * MIB]
+    pool.broadcast(begin(begun))
+    notices: list[Event] = []
+    cancel = pool.events.subscribe(lambda event: notices.append(event) if isinstance(event, Notice) else None)
+    before = left(lab)
+    pool.upload("rest")
+    assert left(lab) - before < 1.15 * (3 * MIB + small)
+    cancel()
+    assert notices == []
+    assert state("rest") @ pool == [listed("rest")] * 4
+
+
+@sky.function
+def begin(content: bytes) -> None:
+    from skyfab.files.draft import part_of
+
+    Path("rest").mkdir()
+    Path("rest", part_of(b"large").decode()).write_bytes(content)
+
+
 def test_newer_files_of_a_host_stay(lab: Lab, pool: sky.Compute, here: Path) -> None:
     write(here / "newer/model", 6 * MIB)
     pool.files.lay_out(here, pool.hosts)

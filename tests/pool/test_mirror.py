@@ -103,6 +103,14 @@ def test_what_appears_comes_and_what_is_removed_stays(here: Path, nodes: list[An
     assert str(made.reports[0]).startswith("n1: 3 files, 12 bytes; fetched 3, 12 bytes into results/, in ")
 
 
+def test_versions_of_a_file_are_counted_as_one(here: Path, nodes: list[Any], open_mirror: Open) -> None:
+    with open_mirror(to="results") as made:
+        for content in ("one", "three"):
+            fill(nodes[0].folder, ckpt__1_pt=content)
+            until(lambda expected=content: tree(here) == {"results/ckpt/1.pt": expected})
+    assert str(made.reports[0]).startswith("n1: 1 file, 5 bytes; fetched 2, 8 bytes into results/, in ")
+
+
 def test_what_is_here_is_not_sent_again_by_the_next_mirror(
     here: Path, nodes: list[Any], open_mirror: Open, events: list[Event]
 ) -> None:

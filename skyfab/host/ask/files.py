@@ -11,7 +11,7 @@ import os
 import zlib
 
 from skyfab.context import own_folder, own_stores
-from skyfab.files.entries import FILE, is_inner, walk, words
+from skyfab.files.entries import FILE, is_inner, text, walk, words
 from skyfab.files.source import Source, matching
 from skyfab.files.target import Target
 from skyfab.host import compiled
@@ -35,10 +35,14 @@ _mirror: News | None = None
 
 def serve(request: str, *arguments: Any) -> Payload:
     """Carries out a request. Data of files, if any, is the last argument or part of the reply."""
+    global _side
     try:
-        if _side is None and request not in _OPENING:
+        if request in _OPENING:
+            _side, found = _OPENING[request](*arguments)
+        elif _side is None:
             raise OSError(errno.ESTALE, "the process of the transfer was killed")
-        found = _REQUESTS[request](*arguments) if request in _REQUESTS else getattr(_side, request)(*arguments)
+        else:
+            found = (_OTHERS.get(request) or getattr(_side, request))(*arguments)
     except OSError as error:
         return Payload(json.dumps({"errno": error.errno, "text": words(error)}).encode())
     data: Sequence[memoryview] = ()
@@ -48,13 +52,12 @@ def serve(request: str, *arguments: Any) -> Payload:
     return Payload(json.dumps({"value": found}).encode(), data)
 
 
-def _receive(to: bytes, name: bytes, is_file: bool, keep_newer: bool) -> tuple[str, str, int]:
-    """Opens the target of an upload: its path, the name of a file in it, and how many bytes are free.
+def _receive(to: bytes, name: bytes, is_file: bool, keep_newer: bool) -> tuple[Target, tuple[str, str, int]]:
+    """The target of an upload: its path, the name of a file in it, and how many bytes are free.
 
     `to` is the thing itself, or with a slash at its end the folder that it goes into. A file goes into a folder that is
     there.
     """
-    global _side
     to = os.path.expanduser(to)
     into = to.endswith(b"/") or (is_file and os.path.isdir(to))
     if is_file:
@@ -63,20 +66,18 @@ def _receive(to: bytes, name: bytes, is_file: bool, keep_newer: bool) -> tuple[s
         folder = os.path.join(to, name) if into else to
     if is_file and not is_inner(name):
         raise FileNotFoundError(2, "not the name of a file", to)
-    _side = Target(os.path.abspath(folder or b"."), keep_newer=keep_newer)
-    return os.fsdecode(_side.path), name.decode("utf-8", "surrogateescape"), _side.room
+    target = Target(os.path.abspath(folder or b"."), keep_newer=keep_newer)
+    return target, (os.fsdecode(target.path), text(name), target.room)
 
 
-def _send(patterns: Sequence[bytes]) -> str:
-    """Opens the source of a download: files and folders, or patterns; relative to the working folder.
+def _send(patterns: Sequence[bytes]) -> tuple[Source, str]:
+    """The source of a download: files and folders, or patterns; relative to the working folder.
 
     In a copy of a working folder, what was copied with it is left out, except for a file that is named: another run may
     have newer ones.
     """
-    global _side
     skipped: list[Any] = []
-    _side = Source(_listed(patterns, skipped), skipped)
-    return os.getcwd()
+    return Source(_listed(patterns, skipped), skipped), os.getcwd()
 
 
 def _listed(patterns: Sequence[bytes], skipped: list[Any]) -> Iterator[tuple[Entry, bytes]]:
@@ -87,15 +88,15 @@ def _listed(patterns: Sequence[bytes], skipped: list[Any]) -> Iterator[tuple[Ent
     return (pair for pair in found if pair[0].kind is not FILE or pair[0].path in named or _is_own(pair[1], since))
 
 
-def _news(patterns: Sequence[bytes], last: bool) -> tuple[int, int]:
-    """Opens the source of what is next for a mirror: how many entries it has, and how many files are changing."""
+def _news(patterns: Sequence[bytes], last: bool) -> tuple[Source, tuple[int, int]]:
+    """The source of what is next for a mirror: how many entries it has, and how many files are changing."""
     from skyfab.host.mirror import News
 
-    global _side, _mirror
+    global _mirror
     _mirror = _mirror or News()
     skipped: list[Any] = []
-    _side, count, changing = _mirror.look(_listed(patterns, skipped), skipped, last=last)
-    return count, changing
+    source, count, changing = _mirror.look(_listed(patterns, skipped), skipped, last=last)
+    return source, (count, changing)
 
 
 def _is_own(path: bytes, since: float) -> bool:
@@ -112,13 +113,12 @@ def _fetched(patterns: Sequence[bytes]) -> None:
     note_fetched(f"fetched.{zlib.crc32(b'/'.join(patterns))}", paths, os.path.dirname(own_folder()))
 
 
-def _open(*about: Any) -> list[tuple[int, int]]:
-    """Opens the host's part of a relay: which of its items the store lacks."""
-    global _side
+def _open(*about: Any) -> tuple[Any, list[tuple[int, int]]]:
+    """The host's part in a relay, and which of its items the store lacks."""
     from skyfab.host.relay import StoreRelay  # its imports would slow the start of other transfers
 
-    _side = relay = StoreRelay(*about)
-    return relay.lacks
+    relay = StoreRelay(*about)
+    return relay, relay.lacks
 
 
 def _relay(place: int, request: str, *arguments: Any) -> Any:
@@ -132,40 +132,31 @@ def _relay(place: int, request: str, *arguments: Any) -> Any:
     return getattr(_relays[place], request)(*arguments)
 
 
-def _measure(names: Sequence[str], first: int, last: int) -> tuple[list[int], str]:
-    from skyfab.host.relay import measure
-
-    return measure(names, first, last)
-
-
-def _hub() -> None:
-    """Opens the host's cache of the hub."""
-    global _side
+def _hub() -> tuple[Any, None]:
+    """The host's cache of the hub."""
     from skyfab.host.download import Downloads  # its imports would slow the start of other transfers
 
-    _side = Downloads(os.path.dirname(own_stores()[-1]))
+    return Downloads(os.path.dirname(own_stores()[-1])), None
 
 
-def _compiled(way: str) -> str:
-    """Opens the source (`send`) or target of the host's compiled kernels. Returns their key; empty if it has none."""
-    global _side
+def _compiled(way: str) -> tuple[Any, str]:
+    """The source (`send`) or target of the host's compiled kernels, and their key, which is empty if it has none."""
     folder = os.fsencode(compiled.folder())
+    side: Any = None
     if folder and way == "receive":
-        _side = Target(folder)
+        side = Target(folder)
     elif folder:
-        _side = Source(walk(folder, b"", [], compiled.is_code) if os.path.isdir(folder) else (), [])
-    return os.path.basename(folder).decode()
+        side = Source(walk(folder, b"", [], compiled.is_code) if os.path.isdir(folder) else (), [])
+    return side, os.path.basename(folder).decode()
 
 
-_OPENING = ("receive", "send", "news", "open", "measure", "hub", "compiled")
-_REQUESTS: dict[str, Any] = {
+_OPENING: dict[str, Any] = {
     "receive": _receive,
     "send": _send,
     "news": _news,
-    "fetched": _fetched,
     "open": _open,
-    "relay": _relay,
-    "measure": _measure,
     "hub": _hub,
     "compiled": _compiled,
 }
+"""The requests that begin something: each returns a side and the reply."""
+_OTHERS: dict[str, Any] = {"fetched": _fetched, "relay": _relay}

@@ -86,7 +86,8 @@ def show_runs(found: Sequence[Run]) -> None:
     if not found:
         return
     head = ("run", "state", "started", "ranks", "GPUs", "hosts", "name", "last line")
-    table(head, [_row(run) for run in found], right=("ranks",), optional=("GPUs", "ranks", "started", "hosts"))
+    optional = ("GPUs", "ranks", "started", "hosts")
+    table(head, [_row(run) for run in found], right=("ranks",), optional=optional, widest={"hosts": 24, "name": 24})
 
 
 def _row(run: Run) -> tuple[str, ...]:

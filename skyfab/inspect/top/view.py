@@ -8,6 +8,7 @@ from typing import Final, Literal, NamedTuple
 
 from skyfab._util.sizes import counted
 from skyfab.inspect.top.snapshot import HOSTS, RUNS, Row, Snapshot
+from skyfab.ui.table import column_widths
 
 Wish = Literal["log", "stacks", "stop", "help", "close", "quit"]
 
@@ -33,7 +34,7 @@ _OPTIONAL: Final = ("address", "system", "python", "disk", "CPUs", "memory", "lo
 """Columns that a narrow screen does without, the first of them first."""
 _WIDEST: Final = {"host": 24, "GPUs": 80, "hosts": 24, "name": 24}
 _LEAST: Final = 20
-"""Columns for the last cell at least; on a wide screen a third of it, if that is needed."""
+"""Columns of the last cell, at least; on a wide screen a third of it, if that is needed."""
 _BETWEEN: Final = 2
 _BOLD, _BAR, _PLAIN = "\x1b[1m", "\x1b[7m", "\x1b[0m"
 
@@ -155,7 +156,11 @@ class View:
         selected = self._at(now)
         at = next((at for at, row in enumerate(rows) if row.key == selected), 0)
         top = max(0, min(at - room // 2, len(rows) - room))
-        widths = column_widths(head, rows, columns)
+        cells = [row.cells for row in rows]
+        least = max(_LEAST, columns // 3)
+        widths = column_widths(
+            head, cells, columns, optional=_OPTIONAL, widest=_WIDEST, least=least, between=_BETWEEN
+        )
         where = f" {top + 1}–{top + room} of {len(rows)}" if room < len(rows) else ""
         made = [_BOLD + _fill(_line(head, head, widths).rstrip(), columns - len(where)) + where + _PLAIN]
         for row in rows[top : top + room]:
@@ -178,28 +183,6 @@ def panes(now: Snapshot, lines: int) -> tuple[int, int]:
 def _with_keys(made: Sequence[str], keys: str, columns: int, lines: int) -> list[str]:
     blank = [" " * columns] * max(0, lines - 1 - len(made))
     return [*made[: lines - 1], *blank, _BAR + _fill(keys, columns) + _PLAIN]
-
-
-def column_widths(head: Sequence[str], rows: Sequence[Row], columns: int) -> dict[int, int]:
-    """How many columns each cell takes, by its place; those that are left out are missing."""
-    from rich.cells import cell_len
-
-    widths = {
-        at: min(_WIDEST.get(name, columns), max(map(cell_len, (name, *(row.cells[at] for row in rows)))))
-        for at, name in enumerate(head)
-    }
-    last = len(head) - 1
-    least = min(widths.pop(last), max(_LEAST, columns // 3))
-
-    def left() -> int:
-        return columns - sum(widths.values()) - _BETWEEN * len(widths)
-
-    for name in _OPTIONAL:
-        if name in head and left() < least:
-            del widths[head.index(name)]
-    for at in sorted(widths, key=lambda at: widths[at], reverse=True):  # still too wide: the widest ones are cut
-        widths[at] -= max(0, min(least - left(), widths[at] - 8))
-    return {**widths, last: max(0, left())}
 
 
 def _line(head: Sequence[str], cells: Sequence[str], widths: dict[int, int]) -> str:

@@ -42,7 +42,7 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
         skyfab runs node1
         skyfab runs --hosts=gpu --json
     """
-    from skyfab.inventory.inventory import used_last
+    from skyfab.detached.noted import used_last
 
     known, found, errors = _survey(hosts, inventory, None if json_ else show_runs)
     if json_:
@@ -66,14 +66,15 @@ def _survey(
 
     known, chosen = selected(hosts, inventory, quiet=show is None, here=True)
     shown: dict[str, list[str]] = {}
+
+    def show_known(found: list[Run]) -> bool:
+        assert show is not None
+        show(found)
+        shown.update((run.id, run.silent) for run in found)
+        return False
+
     with Asker(chosen, known) as asker:
-        asker.soon = show is not None
-        found, errors = survey(asker)
-        if errors and show is not None:
-            show(found)
-            shown = {run.id: run.silent for run in found}
-            asker.soon = False
-            found, errors = survey(asker)
+        found, errors = survey(asker, enough=None if show is None else show_known)
     if show is not None:
         show([run for run in found if shown.get(run.id) != run.silent])
     return known, found, errors
@@ -91,22 +92,16 @@ def show_runs(found: Sequence[Run]) -> None:
 
 
 def _row(run: Run) -> tuple[str, ...]:
-    from skyfab.detached.folder import error_of, phase_of
-
     hosts = ", ".join(run.hosts)
     for what, names in (("not asked", run.unasked), ("no response", run.silent)):
         hosts += f" ({what}: {', '.join(names)})" if names else ""
-    phase = phase_of(run.parts) if run.state == "running" else None
+    state, last = run.summary
     failed = f", {len(run.failed)} failed" if run.state == "running" and run.failed else ""
-    state, last = (phase.phase, phase.text or run.last) if phase else (run.state, run.last)
-    last = (error_of(run.parts) or last) if state == "failed" else last
     return (run.id[:8], state + failed, _moment(run.started), str(run.world_size), _busy(run), hosts, run.name, last)
 
 
 def facts_of(run: Run) -> dict[str, Any]:
     """A run, as `--json` prints it. Programs rely on the names."""
-    from skyfab.detached.folder import error_of, phase_of
-
     return {
         "id": run.id,
         "name": run.name,
@@ -122,8 +117,8 @@ def facts_of(run: Run) -> dict[str, Any]:
             part.host: [{"percent": gpu.percent, "bytes": gpu.memory} for gpu in part.gpus or ()] for part in run.parts
         },
         "last": run.last,
-        "error": error_of(run.parts),
-        "phase": None if (phase := phase_of(run.parts)) is None else asdict(phase),
+        "error": run.error,
+        "phase": None if run.phase is None else asdict(run.phase),
     }
 
 
@@ -163,7 +158,6 @@ def logs(
         skyfab logs night -f --rank=0
         skyfab logs night --since=10m --timestamps
     """
-    from skyfab.detached.folder import error_of
     from skyfab.detached.run import attached
 
     begin = _age(since)
@@ -179,7 +173,7 @@ def logs(
     if follow:
         fetch_remembered(found)
     if found.state == "failed":
-        why = f": {clean(error, colour=False)}" if (error := error_of(found.parts)) else ""
+        why = f": {clean(found.error, colour=False)}" if found.error else ""
         print(HINTS.adapted(f"the run failed{why}\nto see the traceback: skyfab attach {id_}"), file=sys.stderr)
     return 0
 
@@ -258,7 +252,7 @@ def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
         text = f"{host}[{rank}] has failed, the other ranks are still running; to stop them: skyfab stop {run.id[:8]}"
         print(HINTS.adapted(clean(text, colour=False)), file=sys.stderr)
 
-    for line in run.lines(trouble=_tell, failed=tell_failure, **options):
+    for line in run.lines(trouble=_tell, failed=tell_failure, soon=True, **options):
         if is_noise(line.text):
             continue
         event = Output(

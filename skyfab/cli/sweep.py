@@ -248,8 +248,7 @@ def _summary(trials: Sequence[Trial], run: Run) -> str:
     from skyfab.host.phase import without_times
 
     counts = Counter(trial.state for trial in trials)
-    why = next((f"; GPU queue: {part.phase.text}" for part in run.parts if part.phase and part.state == "running"), "")
-    why = without_times(clean(why, colour=False))
+    why = f"; GPU queue: {without_times(clean(run.phase.text, colour=False))}" if run.phase else ""
     return f"{counted(len(trials), 'trial')}: {', '.join(f'{count} {state}' for state, count in counts.items())}{why}"
 
 

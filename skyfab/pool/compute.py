@@ -34,13 +34,14 @@ from skyfab.calls.pack import PackedCall, collect, pack_function, pack_streams, 
 from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
 from skyfab.calls.stream import Stream
+from skyfab.detached.noted import note_used
 from skyfab.detached.run import Run, attach, runs
 from skyfab.errors import UsageError
 from skyfab.files.transfer import Report
 from skyfab.host.agent.actors import construct
 from skyfab.host.collected import Naming, assembled, take_kept
 from skyfab.inventory.host import MOST_SLOTS, Host
-from skyfab.inventory.inventory import Inventory, note_used
+from skyfab.inventory.inventory import Inventory
 from skyfab.plugins.base import Plugin
 from skyfab.pool import compiled
 from skyfab.pool.actor import Limits

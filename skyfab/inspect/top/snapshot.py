@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from skyfab._util.sizes import counted
-from skyfab.detached.folder import Part, phase_of
+from skyfab.detached.folder import Part
 from skyfab.detached.run import Run, runs_of
 from skyfab.inspect.columns import NAMES, cells
 from skyfab.inspect.top.monitor import Seen
@@ -114,16 +114,9 @@ def _state(one: Seen, ready: str, every: float, clock: float) -> str:
 
 
 def _run_cells(run: Run, now: float) -> tuple[str, ...]:
-    phase = phase_of(run.parts) if run.state == "running" else None
-    made = (
-        run.id[:8],
-        phase.phase if phase else run.state,
-        age(max(0.0, now - run.started)),
-        str(run.world_size),
-        ", ".join(run.hosts),
-        run.name,
-        phase.text or run.last if phase else run.last,
-    )
+    state, last = run.summary
+    since = age(max(0.0, now - run.started))
+    made = (run.id[:8], state, since, str(run.world_size), ", ".join(run.hosts), run.name, last)
     return tuple(clean(cell, colour=False).expandtabs() for cell in made)
 
 

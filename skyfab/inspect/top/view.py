@@ -158,9 +158,7 @@ class View:
         top = max(0, min(at - room // 2, len(rows) - room))
         cells = [row.cells for row in rows]
         least = max(_LEAST, columns // 3)
-        widths = column_widths(
-            head, cells, columns, optional=_OPTIONAL, widest=_WIDEST, least=least, between=_BETWEEN
-        )
+        widths = column_widths(head, cells, columns, optional=_OPTIONAL, widest=_WIDEST, least=least, between=_BETWEEN)
         where = f" {top + 1}–{top + room} of {len(rows)}" if room < len(rows) else ""
         made = [_BOLD + _fill(_line(head, head, widths).rstrip(), columns - len(where)) + where + _PLAIN]
         for row in rows[top : top + room]:

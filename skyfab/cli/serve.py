@@ -63,17 +63,13 @@ def serve(
     """
     from skyfab.calls.call import as_function
     from skyfab.cli.detach import tell_how_to_attach
-    from skyfab.cli.interpreter import hand_over
-    from skyfab.cli.project_settings import ProjectSettings
     from skyfab.cli.run import lay_out, parsed
     from skyfab.host.command import execute
     from skyfab.plugins.base import OwnPort
 
     script, _ = parsed(COMMAND, words, task=f"serve {name}")
     port = port or _port_of(ready)
-    if not options.no_project:
-        hand_over(script)
-    settings = ProjectSettings.of(script)
+    settings = options.project(script)
     with claim.added_to(options).pool(script, settings, ranks=ranks, here=1, plugins=[OwnPort()]) as compute:
         folder = lay_out(compute, script.parent) if sync else None
         function = as_function(execute)

@@ -59,7 +59,7 @@ class Usage:
 class Phase:
     """What a run that is running does, as a rank has noted it (skyfab.host.phase)."""
 
-    phase: Literal["waiting", "starting", "ready", "restarting", "giving way"]
+    phase: Literal["waiting", "starting", "ready", "restarting", "giving way", "in use"]
     text: str
     """Details, for users."""
     since: float

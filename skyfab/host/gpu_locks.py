@@ -222,13 +222,14 @@ def note_use(gpus: Sequence[int], run: str = "", folder: str = FOLDER) -> None:
 
 
 def note_rank(request: dict[str, Any]) -> None:
-    """The first rank of a gang on a host notes which GPUs they use: one each, or all if there is one rank, or a call.
+    """A rank of a gang notes which GPUs the ranks on its host use: one each, or all if there is one rank, or a call.
 
-    Not for ranks that wait for GPUs themselves (skyfab.host.supervise).
+    Each of them does so: they are in use until the last one has ended. Not for ranks that wait for GPUs themselves
+    (skyfab.host.supervise).
     """
     env, info = request["env"], request["info"]
     ranks = info.get("local_world_size", 1)
-    if QUEUED not in env and info.get("local_rank", 0) == 0:
+    if QUEUED not in env:
         gpus = visible(env, info["accelerators"])
         mine = gpus if ranks == 1 else gpus[:ranks]
         name = ""

@@ -295,9 +295,7 @@ class Compute(ShownAsTable):
         nodes = self._nodes.make_nodes(chosen, self.inventory, self._choice.reach)
         open_all(nodes, self.events, lambda node: self._images.settled(node.host), self._sync.read_ahead)
         if self._gpus == "free":
-            from skyfab.pool.free_gpus import take_free
-
-            take_free(nodes, self._nodes.solo_spec)
+            self._nodes.take_free(nodes)
         return nodes
 
     def close(self) -> None:

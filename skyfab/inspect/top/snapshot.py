@@ -23,28 +23,21 @@ _LATE: Final = 3.0
 """A host is late if it has not answered for this many seconds more than the pause between two questions."""
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A host or a run, with its cells."""
-
-    key: str
-    """The name of the host or the id of the run."""
-    cells: tuple[str, ...]
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
     """All rows, and the line above them."""
 
     summary: str
-    hosts: tuple[Row, ...]
-    runs: tuple[Row, ...]
+    hosts: dict[str, tuple[str, ...]]
+    """The cells of each host, by its name."""
+    runs: dict[str, tuple[str, ...]]
+    """The cells of each run, by its id."""
     found: dict[str, Run]
     """The runs by id."""
 
     def run_on(self, host: str) -> str | None:
         """The id of the first run that is on a host."""
-        return next((row.key for row in self.runs if host in self.found[row.key].hosts), None)
+        return next((run for run in self.runs if host in self.found[run].hosts), None)
 
 
 def snapshot(seen: Sequence[Seen], inventory: Inventory, *, every: float, clock: float, now: float) -> Snapshot:
@@ -56,8 +49,8 @@ def snapshot(seen: Sequence[Seen], inventory: Inventory, *, every: float, clock:
     found.sort(key=lambda run: _ORDER.index(run.state) if run.state in _ORDER else len(_ORDER))  # stable: latest first
     return Snapshot(
         summary=_summary(seen, [_condition(one, every, clock) for one in seen], found),
-        hosts=tuple(Row(one.host.name, _host_cells(one, every, clock)) for one in seen),
-        runs=tuple(Row(run.id, _run_cells(run, now)) for run in found),
+        hosts={one.host.name: _host_cells(one, every, clock) for one in seen},
+        runs={run.id: _run_cells(run, now) for run in found},
         found={run.id: run for run in found},
     )
 

@@ -9,6 +9,7 @@ from typing import Final
 from skyfab._util.sizes import counted
 from skyfab.detached.folder import Part
 from skyfab.detached.run import Run, runs_of
+from skyfab.host.gpu_locks import age
 from skyfab.inspect.columns import NAMES, cells
 from skyfab.inspect.top.monitor import Seen
 from skyfab.inventory.inventory import Inventory
@@ -18,7 +19,6 @@ HOSTS: Final = ("host", "address", *NAMES)
 RUNS: Final = ("run", "state", "age", "ranks", "hosts", "name", "last line")
 _ORDER: Final = ("running", "unreachable", "lost")
 """States of the runs that are shown first."""
-_UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60))
 _LATE: Final = 3.0
 """A host is late if it has not answered for this many seconds more than the pause between two questions."""
 
@@ -111,11 +111,3 @@ def _run_cells(run: Run, now: float) -> tuple[str, ...]:
     since = age(max(0.0, now - run.started))
     made = (run.id[:8], state, since, str(run.world_size), ", ".join(run.hosts), run.name, last)
     return tuple(clean(cell, colour=False).expandtabs() for cell in made)
-
-
-def age(seconds: float) -> str:
-    """
-    >>> age(3.2), age(75), age(7200), age(200_000)
-    ('3 s', '1 min', '2 h', '2 d')
-    """
-    return next((f"{seconds / size:.0f} {unit}" for unit, size in _UNITS if seconds >= size), f"{seconds:.0f} s")

@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from skyfab.calls.stream import stream as stream
     from skyfab.context import InstanceInfo as InstanceInfo
     from skyfab.context import instance_info as instance_info
-    from skyfab.context import report as report
     from skyfab.context import shard as shard
     from skyfab.context import silent as silent
     from skyfab.context import stderr as stderr
@@ -49,6 +48,7 @@ if TYPE_CHECKING:
     from skyfab.device.devices import run_on as run_on
     from skyfab.device.devices import synchronize as synchronize
     from skyfab.errors import *  # noqa: F403
+    from skyfab.host.trial import report as report
     from skyfab.inventory.host import Host as Host
     from skyfab.inventory.inventory import Inventory as Inventory
     from skyfab.pool.attach_device import attach_device as attach_device
@@ -68,7 +68,8 @@ _HOMES = {
     "pool.compute": ("Compute",),
     "device.devices": ("fetch", "keep", "load_on", "memory", "prefetch", "remote", "run_on", "synchronize"),
     "detached.run": ("Run", "attach", "runs"),
-    "context": ("InstanceInfo", "instance_info", "report", "shard", "silent", "stderr", "stdout"),
+    "host.trial": ("report",),
+    "context": ("InstanceInfo", "instance_info", "shard", "silent", "stderr", "stdout"),
     "calls.call": ("Call", "Function", "function", "gather"),
     "calls.image": ("Image", "PipIndex"),
     "inventory.host": ("Host",),

@@ -277,44 +277,6 @@ def _take(column: Any, indices: range | list[int]) -> Any:
     return column[indices]  # numpy arrays and tensors take a list of positions
 
 
-# ---- results of a trial
-
-REPORT = "SKYFAB_REPORT"
-"""The variable that names the file for the results of a trial."""
-
-
-def report(**values: Any) -> None:
-    """Reports `values` of a trial, for the table of ``skyfab sweep``: ``sky.report(loss=0.3, epoch=4)``.
-
-    The last value of each name counts. Numbers of numpy and torch are taken as Python's; other objects that JSON does
-    not have raise TypeError. Does nothing in a program that is not a trial.
-    """
-    if not (path := os.environ.get(REPORT)):
-        return
-    import json
-    import warnings
-    from _thread import get_ident
-
-    found = {}
-    if os.path.exists(path):  # noqa: PTH110
-        with open(path) as file:  # noqa: PTH123
-            found = json.load(file)
-    for name, value in values.items():
-        value = value.item() if hasattr(value, "item") else value
-        if not isinstance(value, (bool, int, float, str, type(None))):
-            raise TypeError(f"report({name}=…): expected a number or a string, not a {type(value).__name__}")
-        is_finite = not isinstance(value, float) or abs(value) < float("inf")
-        found[name] = value if is_finite else str(value)  # JSON has neither infinity nor NaN
-    text = json.dumps(found)
-    if len(text) > 60_000:  # hosts read no more
-        warnings.warn(f"not reported: {', '.join(values)[:200]}: all values have {len(text):,} bytes", stacklevel=2)
-        return
-    draft = f"{path}.{os.getpid()}.{get_ident()}"
-    with open(draft, "w") as file:  # noqa: PTH123
-        file.write(text)
-    os.replace(draft, path)  # noqa: PTH105
-
-
 # ---- output
 
 Only = Literal["head"] | Callable[[InstanceInfo], bool]

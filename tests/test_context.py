@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import array
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -340,31 +339,3 @@ def test_the_place_and_the_share_are_known_in_a_function_sent_by_value(names: st
     prefix = "" if names else "sky."
     body = f"print({prefix}instance_info().rank, {prefix}shard([1, 2, 3]))"
     assert in_a_rank(f"{names}@sky.function\ndef f(): {body}\n") == "1 [2]\n"
-
-
-def test_a_report_has_the_last_value_of_each_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "report.json"
-    path.write_text('{"from": "another process"}')
-    monkeypatch.setenv(context.REPORT, str(path))
-    sky.report(loss=1.0, epoch=1)
-    sky.report(loss=0.5, best=float("nan"), worst=-float("inf"), done=True)
-    found = {"from": "another process", "loss": 0.5, "epoch": 1, "best": "nan", "worst": "-inf", "done": True}
-    assert json.loads(path.read_text()) == found
-    assert [one.name for one in tmp_path.iterdir()] == ["report.json"]
-
-
-def test_a_report_takes_numbers_of_other_libraries(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Scalar:
-        def item(self) -> float:
-            return 0.25
-
-    monkeypatch.setenv(context.REPORT, str(tmp_path / "report.json"))
-    sky.report(loss=Scalar())
-    assert json.loads((tmp_path / "report.json").read_text()) == {"loss": 0.25}
-    with pytest.raises(TypeError, match=r"report\(model=…\): expected a number or a string, not a list"):
-        sky.report(model=[1])
-
-
-def test_a_report_does_nothing_in_a_program_that_is_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(context.REPORT, raising=False)
-    sky.report(loss=0.1, model=object())

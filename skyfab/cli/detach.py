@@ -13,7 +13,6 @@ from typing import Any, Final, TypeVar
 from skyfab._util.hints import HINTS
 from skyfab.calls.call import Call
 from skyfab.cli.sigterm import SIGTERM
-from skyfab.detached.folder import phase_of
 from skyfab.detached.run import Run
 from skyfab.detached.sweep import LABEL
 from skyfab.pool.compute import Compute
@@ -63,7 +62,7 @@ def asked(is_over: Callable[[], bool]) -> str:
 def tell_how_to_attach(run: Run, name: str | None = None, get: Sequence[str] = (), container: str = "") -> None:
     """Prints the commands for a detached run, with the user's options, and its id to stdout."""
     short = run.id[:8]
-    phase, where = phase_of(run.parts), ", ".join(run.hosts)
+    phase, where = run.phase, ", ".join(run.hosts)
     state = f"is waiting on {where}: {phase.text}" if phase and phase.phase == "waiting" else f"was started on {where}"
     print(clean(f"run {short} {state}", colour=False), file=sys.stderr)
     used = {(host.name, host.workdir): one for one in run.others for host in one.in_workdirs()}

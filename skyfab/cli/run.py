@@ -88,8 +88,6 @@ def run(
     from skyfab.calls.project import SENT
     from skyfab.calls.script import perform
     from skyfab.cli.detach import broadcast, tell_how_to_attach
-    from skyfab.cli.interpreter import hand_over
-    from skyfab.cli.project_settings import ProjectSettings
     from skyfab.cli.put import remember, start_mirrors
     from skyfab.cli.run_environment import plugins_of
     from skyfab.detached.run import Run
@@ -101,11 +99,9 @@ def run(
     if limit and not (mirror and rate_of(limit)):
         raise UsageError(f"invalid --limit={limit}: expected --mirror, and a rate such as 20MB/s")
     label = shlex.join(arguments) if target == COMMAND else target.replace("-m ", "python -m ")
-    if not options.no_project:
-        hand_over(script)
+    settings = options.project(script)
     if script.is_file():
         _note_options(script, arguments)
-    settings = ProjectSettings.of(script)
     plugins = [Torchrun(), *([OwnPort()] if claim.claims else []), *plugins_of(with_plugin or settings.plugins)]
     ranks = ranks or claim.gpus or settings.ranks
     with claim.added_to(options).pool(script, settings, ranks=ranks, here=2, plugins=plugins) as compute:

@@ -7,7 +7,7 @@ import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 from skyfab._util.hints import HINTS
@@ -22,12 +22,27 @@ if TYPE_CHECKING:
     from skyfab.detached.run import Run
     from skyfab.inventory.inventory import Inventory
 
-Tail = Annotated[int | None, Option("start with the last N lines", "N", default="all")]
-Since = Annotated[
-    str | None,
-    Option("start with lines that are at most this old: 90s, 10m, 2h, 1d", "AGE", default="all"),
-]
-Timestamps = Annotated[bool, Option("show when each line was written, by the clock of its host")]
+
+@dataclass(frozen=True, kw_only=True)
+class LogOptions:
+    """Which lines of a run are printed, and how."""
+
+    tail: Annotated[int | None, Option("start with the last N lines", "N", default="all")] = None
+    since: Annotated[
+        str | None, Option("start with lines that are at most this old: 90s, 10m, 2h, 1d", "AGE", default="all")
+    ] = None
+    timestamps: Annotated[bool, Option("show when each line was written, by the clock of its host")] = False
+
+    @property
+    def begin(self) -> float | None:
+        """When the first lines were written. Raises UsageError."""
+        if self.since is None:
+            return None
+        seconds = seconds_of(self.since)
+        if seconds is None:
+            what = f"invalid --since={self.since[:40]}"
+            raise UsageError(f"{what}: expected a number with s, m, h or d, as in --since=10m")
+        return time.time() - seconds
 
 
 @command
@@ -42,7 +57,7 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
         skyfab runs node1
         skyfab runs --hosts=gpu --json
     """
-    from skyfab.inventory.inventory import used_last
+    from skyfab.detached.noted import used_last
 
     known, found, errors = _survey(hosts, inventory, None if json_ else show_runs)
     if json_:
@@ -66,14 +81,15 @@ def _survey(
 
     known, chosen = selected(hosts, inventory, quiet=show is None, here=True)
     shown: dict[str, list[str]] = {}
+
+    def show_known(found: list[Run]) -> bool:
+        assert show is not None
+        show(found)
+        shown.update((run.id, run.silent) for run in found)
+        return False
+
     with Asker(chosen, known) as asker:
-        asker.soon = show is not None
-        found, errors = survey(asker)
-        if errors and show is not None:
-            show(found)
-            shown = {run.id: run.silent for run in found}
-            asker.soon = False
-            found, errors = survey(asker)
+        found, errors = survey(asker, enough=None if show is None else show_known)
     if show is not None:
         show([run for run in found if shown.get(run.id) != run.silent])
     return known, found, errors
@@ -86,26 +102,21 @@ def show_runs(found: Sequence[Run]) -> None:
     if not found:
         return
     head = ("run", "state", "started", "ranks", "GPUs", "hosts", "name", "last line")
-    table(head, [_row(run) for run in found], right=("ranks",), optional=("GPUs", "ranks", "started", "hosts"))
+    optional = ("GPUs", "ranks", "started", "hosts")
+    table(head, [_row(run) for run in found], right=("ranks",), optional=optional, widest={"hosts": 24, "name": 24})
 
 
 def _row(run: Run) -> tuple[str, ...]:
-    from skyfab.detached.folder import error_of, phase_of
-
     hosts = ", ".join(run.hosts)
     for what, names in (("not asked", run.unasked), ("no response", run.silent)):
         hosts += f" ({what}: {', '.join(names)})" if names else ""
-    phase = phase_of(run.parts) if run.state == "running" else None
+    state, last = run.summary
     failed = f", {len(run.failed)} failed" if run.state == "running" and run.failed else ""
-    state, last = (phase.phase, phase.text or run.last) if phase else (run.state, run.last)
-    last = (error_of(run.parts) or last) if state == "failed" else last
     return (run.id[:8], state + failed, _moment(run.started), str(run.world_size), _busy(run), hosts, run.name, last)
 
 
 def facts_of(run: Run) -> dict[str, Any]:
     """A run, as `--json` prints it. Programs rely on the names."""
-    from skyfab.detached.folder import error_of, phase_of
-
     return {
         "id": run.id,
         "name": run.name,
@@ -121,8 +132,8 @@ def facts_of(run: Run) -> dict[str, Any]:
             part.host: [{"percent": gpu.percent, "bytes": gpu.memory} for gpu in part.gpus or ()] for part in run.parts
         },
         "last": run.last,
-        "error": error_of(run.parts),
-        "phase": None if (phase := phase_of(run.parts)) is None else asdict(phase),
+        "error": run.error,
+        "phase": None if run.phase is None else asdict(run.phase),
     }
 
 
@@ -149,9 +160,8 @@ def logs(
     inventory: InventoryFile = None,
     follow: Annotated[bool, Option("print new lines until the run has ended", short="f")] = False,
     rank: Annotated[int | None, Option("print only the lines of this rank", "N", least=0, default="all")] = None,
-    tail: Tail = None,
-    since: Since = None,
-    timestamps: Timestamps = False,
+    *,
+    options: LogOptions,
 ) -> int:
     """Print the output of a detached run.
 
@@ -162,13 +172,12 @@ def logs(
         skyfab logs night -f --rank=0
         skyfab logs night --since=10m --timestamps
     """
-    from skyfab.detached.folder import error_of
     from skyfab.detached.run import attached
 
-    begin = _age(since)
+    begin = options.begin
     try:
         with attached(id_, hosts, inventory=inventory, soon=True) as found, mirrored(found):
-            _print(found, timestamps=timestamps, follow=follow, rank=rank, tail=tail, since=begin)
+            _print(found, options, follow=follow, rank=rank, since=begin)
     except KeyboardInterrupt:
         if not follow:
             raise
@@ -178,20 +187,13 @@ def logs(
     if follow:
         fetch_remembered(found)
     if found.state == "failed":
-        why = f": {clean(error, colour=False)}" if (error := error_of(found.parts)) else ""
+        why = f": {clean(found.error, colour=False)}" if found.error else ""
         print(HINTS.adapted(f"the run failed{why}\nto see the traceback: skyfab attach {id_}"), file=sys.stderr)
     return 0
 
 
 @command
-def attach(
-    id_: RunName,
-    hosts: RunHosts = None,
-    inventory: InventoryFile = None,
-    tail: Tail = None,
-    since: Since = None,
-    timestamps: Timestamps = False,
-) -> int:
+def attach(id_: RunName, hosts: RunHosts = None, inventory: InventoryFile = None, *, options: LogOptions) -> int:
     """Follow a detached run until it has ended.
 
     Ctrl-C stops following, but not the run. Exits with 1 if the run failed, and shows why. If it has ended on all hosts
@@ -203,7 +205,7 @@ def attach(
     from skyfab.detached.run import attached
     from skyfab.ui.failure import left_running
 
-    begin = _age(since)
+    begin = options.begin
     following = attached(id_, hosts, inventory=inventory, results="data", soon=True)  # a failure is only printed
     with left_running(id_), following as found:
         missing: SkyfabError | None = None
@@ -212,7 +214,7 @@ def attach(
             print(f"following {name}; Ctrl-C leaves it running", file=sys.stderr)
         try:
             with mirrored(found):
-                _print(found, timestamps=timestamps, follow=True, tail=tail, since=begin)
+                _print(found, options, follow=True, since=begin)
         except (HostError, PoolError) as error:
             if not found.silent:
                 raise
@@ -233,17 +235,7 @@ def attach(
     return 0 if state == "done" else 1
 
 
-def _age(text: str | None) -> float | None:
-    """The time that lines of this age were written at. Raises UsageError."""
-    if text is None:
-        return None
-    seconds = seconds_of(text)
-    if seconds is None:
-        raise UsageError(f"invalid --since={text[:40]}: expected a number with s, m, h or d, as in --since=10m")
-    return time.time() - seconds
-
-
-def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
+def _print(run: Run, options: LogOptions, **more: Any) -> None:
     """Prints a run's lines as they are shown while it is not detached."""
     from skyfab.ui.display import line_format
     from skyfab.ui.events import Output
@@ -257,14 +249,14 @@ def _print(run: Run, *, timestamps: bool, **options: Any) -> None:
         text = f"{host}[{rank}] has failed, the other ranks are still running; to stop them: skyfab stop {run.id[:8]}"
         print(HINTS.adapted(clean(text, colour=False)), file=sys.stderr)
 
-    for line in run.lines(trouble=_tell, failed=tell_failure, **options):
+    for line in run.lines(tail=options.tail, trouble=_tell, failed=tell_failure, soon=True, **more):
         if is_noise(line.text):
             continue
         event = Output(
             host=line.host,
             rank=None if run.world_size == 1 else line.rank,
             stream="stdout" if line.stream == "out" else "stderr",
-            text=(_stamp(line.time) if timestamps else "") + settled(line.text),
+            text=(_stamp(line.time) if options.timestamps else "") + settled(line.text),
         )
         put(sys.stdout if line.stream == "out" or together else sys.stderr, shown(event))
 

@@ -42,6 +42,15 @@ class ScriptOptions:
     ] = ()
     no_project: Annotated[bool, Option("install no packages of the script or project ([tool.skyfab] applies)")] = False
 
+    def project(self, script: Path) -> ProjectSettings:
+        """Continues with the Python of the script's project. Returns the project's settings. Raises UsageError."""
+        from skyfab.cli.interpreter import hand_over
+        from skyfab.cli.project_settings import ProjectSettings
+
+        if not self.no_project:
+            hand_over(script)
+        return ProjectSettings.of(script)
+
     def pool(
         self, script: Path, settings: ProjectSettings, *, ranks: int | None, here: int, plugins: Sequence[Plugin]
     ) -> Compute:

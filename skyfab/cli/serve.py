@@ -63,17 +63,13 @@ def serve(
     """
     from skyfab.calls.call import as_function
     from skyfab.cli.detach import tell_how_to_attach
-    from skyfab.cli.interpreter import hand_over
-    from skyfab.cli.project_settings import ProjectSettings
     from skyfab.cli.run import lay_out, parsed
     from skyfab.host.command import execute
     from skyfab.plugins.base import OwnPort
 
     script, _ = parsed(COMMAND, words, task=f"serve {name}")
     port = port or _port_of(ready)
-    if not options.no_project:
-        hand_over(script)
-    settings = ProjectSettings.of(script)
+    settings = options.project(script)
     with claim.added_to(options).pool(script, settings, ranks=ranks, here=1, plugins=[OwnPort()]) as compute:
         folder = lay_out(compute, script.parent) if sync else None
         function = as_function(execute)
@@ -100,7 +96,6 @@ def _port_of(ready: str) -> int:
 
 def _follow(run: Run, name: str, hosts: Sequence[Host], port: int, local: int | None) -> None:
     """Reports the server's state, and forwards its port once it is ready, until Ctrl-C. Raises the server's error."""
-    from skyfab.detached.folder import phase_of
     from skyfab.detached.run import attached
     from skyfab.host.phase import without_times
     from skyfab.pool.forward import Forwards
@@ -116,7 +111,7 @@ def _follow(run: Run, name: str, hosts: Sequence[Host], port: int, local: int | 
     continues = f"{name} continues on {', '.join(run.hosts)}{again}; to end it: skyfab stop {shlex.quote(name)}"
     with left_running(name, continues), closing(Forwards(events)) as forwards, following as found:
         while found.state in ("running", "unreachable"):
-            phase = phase_of(found.parts)
+            phase = found.phase
             text = "" if phase is None else ": ".join(filter(None, (phase.phase, phase.text)))
             if text and without_times(text) != said:
                 print(clean(f"{name}: {text}", colour=False), file=sys.stderr, flush=True)

@@ -74,8 +74,6 @@ def sweep(
     from skyfab.calls.call import as_function, check_gpus
     from skyfab.cli.detach import tell_how_to_attach
     from skyfab.cli.gpu_options import GpuOptions
-    from skyfab.cli.interpreter import hand_over
-    from skyfab.cli.project_settings import ProjectSettings
     from skyfab.cli.run import parsed
     from skyfab.cli.trials import trials_of
     from skyfab.detached.sweep import LABEL
@@ -98,11 +96,10 @@ def sweep(
     words = trials_of([*values, *arguments], grid)
     count: Any = int(gpus) if gpus.isdigit() else float(gpus) if re.fullmatch(r"0?\.\d+", gpus) else gpus
     check_gpus(count)
-    if not options.no_project:
-        hand_over(script)
+    settings = options.project(script)
     name = name or script.stem
     options = GpuOptions(when_free=count > 0).added_to(options)
-    with options.pool(script, ProjectSettings.of(script), ranks=1, here=1, plugins=[OwnPort()]) as compute:
+    with options.pool(script, settings, ranks=1, here=1, plugins=[OwnPort()]) as compute:
         hosts = [node.host for node in compute.hosts]
         before = _known(name, hosts, compute.inventory) if resume else {}
         if resume:
@@ -248,8 +245,7 @@ def _summary(trials: Sequence[Trial], run: Run) -> str:
     from skyfab.host.phase import without_times
 
     counts = Counter(trial.state for trial in trials)
-    why = next((f"; GPU queue: {part.phase.text}" for part in run.parts if part.phase and part.state == "running"), "")
-    why = without_times(clean(why, colour=False))
+    why = f"; GPU queue: {without_times(clean(run.phase.text, colour=False))}" if run.phase else ""
     return f"{counted(len(trials), 'trial')}: {', '.join(f'{count} {state}' for state, count in counts.items())}{why}"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
@@ -59,7 +59,7 @@ class Usage:
 class Phase:
     """What a run that is running does, as a rank has noted it (skyfab.host.phase)."""
 
-    phase: Literal["waiting", "starting", "ready", "restarting", "giving way"]
+    phase: Literal["waiting", "starting", "ready", "restarting", "giving way", "in use"]
     text: str
     """Details, for users."""
     since: float
@@ -97,17 +97,6 @@ class Part:
     def failures(self) -> list[tuple[int, float]]:
         """Ranks that have failed on this host, and when."""
         return [(rank, self.failed[str(rank)]) for rank in self.about.ranks if str(rank) in self.failed]
-
-
-def phase_of(parts: Iterable[Part]) -> Phase | None:
-    """The phase of a run: that of its first host that has noted one; None if it has not, or is not running there."""
-    return next((part.phase for part in parts if part.phase is not None and part.state == "running"), None)
-
-
-def error_of(parts: Iterable[Part]) -> str:
-    """What the rank that failed first has raised, in one line; empty if that is not known."""
-    errors = [(min(part.failed.values(), default=0.0), part.error) for part in parts if part.error]
-    return min(errors)[1][:200] if errors else ""
 
 
 def question(run: str = "", *, ended: int | None = None, gpus: bool = False) -> Question[list[Part]]:

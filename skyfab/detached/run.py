@@ -11,19 +11,20 @@ import shlex
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final, Literal
 
 from skyfab._util import schema
 from skyfab._util.html import ShownAsTable
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.results import in_order, unpack_result
-from skyfab.detached.folder import Part, State, content_of, question
+from skyfab.detached.folder import Part, Phase, State, content_of, question
 from skyfab.detached.logs import LogLine, LogReader
+from skyfab.detached.noted import used_last
 from skyfab.detached.written import event, path_of
 from skyfab.errors import HostLost, HostUnfit, SkyfabError, UntrustedResult, UsageError, broadcast_error, printable
 from skyfab.inventory.host import LOCAL, Host
-from skyfab.inventory.inventory import Inventory, used_last
+from skyfab.inventory.inventory import Inventory
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
 from skyfab.session.ask import PASSING, Asker, Outcome, Question, only
@@ -35,6 +36,8 @@ from skyfab.ui.terminal import settled
 
 Results = Literal["any", "data"]
 """What is accepted from hosts; ``"data"`` for hosts that are not trusted: see `Compute`."""
+_Answers = dict[str, list[tuple[int, Any, Exception | None]]]
+"""By host: each rank, what it has returned, and what it has raised."""
 Trouble = Callable[[SkyfabError], None]
 """Called when a host stops responding while the caller waits for it; the host is retried until it responds."""
 PACE: Final = 0.5
@@ -105,6 +108,24 @@ class Run(ShownAsTable):
         """The last line that a rank wrote, as of the last query, without the start-up lines of frameworks."""
         lines = (part.last for part in self._parts)
         return settled(next((line for line in lines if line and not is_noise(line)), ""))[:200]
+
+    @property
+    def phase(self) -> Phase | None:
+        """What it does while it is running: what its first host has noted that has noted anything."""
+        return next((part.phase for part in self._parts if part.phase is not None and part.state == "running"), None)
+
+    @property
+    def error(self) -> str:
+        """What the rank that failed first has raised, in one line; empty if that is not known."""
+        errors = [(min(part.failed.values(), default=0.0), part.error) for part in self._parts if part.error]
+        return min(errors)[1][:200] if errors else ""
+
+    @property
+    def summary(self) -> tuple[str, str]:
+        """The state or phase, and the text that says most about it: for tables."""
+        if self.state == "running" and (phase := self.phase) is not None:
+            return phase.phase, phase.text or self.last
+        return self.state, (self.error if self.state == "failed" else "") or self.last
 
     @property
     def failed(self) -> list[tuple[str, int]]:
@@ -199,11 +220,13 @@ class Run(ShownAsTable):
         trouble: Trouble | None = None,
         failed: Callable[[str, int], None] = lambda host, rank: None,
         stopped: Callable[[], bool] = lambda: False,
+        soon: bool = False,
     ) -> Iterator[LogLine]:
         """Like `logs`, with times. Of earlier lines, only the last `tail`, and none from before `since`.
 
         `follow`, `rank` and `trouble` are as for `logs`; following ends early once `stopped` is true. `failed` is
-        called once for each rank that has failed while others still run, with its host.
+        called once for each rank that has failed while others still run, with its host. With `soon`, what is known is
+        yielded before hosts that take long are waited for.
         The times are those of the hosts' clocks, in seconds since 1970.
         Raises UsageError for a rank that the run does not have.
         """
@@ -211,7 +234,7 @@ class Run(ShownAsTable):
             has = "one rank, 0" if self.world_size == 1 else f"ranks 0 to {self.world_size - 1}"
             raise UsageError(f"run {self.id[:8]} has no rank {rank}: it has {has}")
         with self._asker_of_all(trouble=trouble if follow else None) as asker:
-            asker.soon = follow or self.asker is not None  # a command, which shows what is known
+            asker.soon = follow or soon
             reader = LogReader(asker, self.id, started=self.started, rank=rank, tail=tail, since=since)
             reported: set[tuple[str, int]] = set()
             while True:
@@ -243,7 +266,7 @@ class Run(ShownAsTable):
         HostLost if a host was rebooted, or its agent or its folder of the run no longer exists.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
-        answers: dict[str, list[tuple[int, Any]]] = {}
+        answers: _Answers = {}
         with left_running(self.id[:8]), self._asker_of_all(until=until + _MOMENT, trouble=trouble) as asker:
             while True:
                 errors = self._look(asker)
@@ -251,7 +274,7 @@ class Run(ShownAsTable):
                 if self.state not in ("running", "unreachable") and not errors:
                     errors += self._fetch(asker, answers)
                     if not errors:
-                        return self._conclude([one for some in answers.values() for one in some])
+                        return self._conclude(answers)
                 if time.monotonic() > until:
                     why = f"does not respond: {errors[0]}" if errors else f"is still {self.state}"
                     raise TimeoutError(f"run {self.id[:8]} {why}")
@@ -260,11 +283,11 @@ class Run(ShownAsTable):
 
     def raise_failure(self) -> None:
         """Raises what the ranks have raised on the hosts that responded to the last query."""
-        answers: dict[str, list[tuple[int, Any]]] = {}
+        answers: _Answers = {}
         with self._asker() as asker:
             self._fetch(asker, answers)
         if answers:
-            self._conclude([one for some in answers.values() for one in some])
+            self._conclude(answers)
 
     def _check_lost(self) -> None:
         for part in self._parts:
@@ -275,53 +298,52 @@ class Run(ShownAsTable):
                     hint=f"its output until then: skyfab logs {self.id[:8]}",
                 )
 
-    def _fetch(self, asker: Asker, answers: dict[str, list[tuple[int, Any]]]) -> list[SkyfabError]:
+    def _fetch(self, asker: Asker, answers: _Answers) -> list[SkyfabError]:
         """Adds the results of hosts from which they were not fetched before. Returns the errors of those that fail."""
         parts = {part.host: part for part in self._parts if part.host not in answers}
 
         def fetch(host: Host) -> None:
             ranks = parts[host.name].about.ranks
-            answers[host.name] = [(rank, self._result(asker, host, rank)) for rank in ranks]
+            answers[host.name] = [(rank, *self._result(asker, host, rank)) for rank in ranks]
             with suppress(HostUnfit):  # a full disk must not make the fetch fail
                 asker.ask_one(Question("runs.fetched", lambda host, replies: only(replies), {"run": self.id}), host)
 
         outcomes = asker.each(fetch, [host for host in asker.hosts if host.name in parts])
         return [outcome.error for outcome in outcomes if outcome.error is not None]
 
-    def _result(self, asker: Asker, host: Host, rank: int) -> Any:
+    def _result(self, asker: Asker, host: Host, rank: int) -> tuple[Any, Exception | None]:
+        """What a rank has returned, and what it has raised."""
         place = rank if self._about.on == "all" else None
         found = asker.ask_one(Question("runs.content", content_of, {"run": self.id, "name": f"result.{rank}"}), host)
         if found is None:
             full = (host.name, rank) in self.failed
             what = "ended, and the disk had no space for its result" if full else "was stopped"
-            return _Failed(SkyfabError(f"rank {rank} of {self.function} {what}", host=host.name, rank=place))
+            return None, SkyfabError(f"rank {rank} of {self.function} {what}", host=host.name, rank=place)
         content = memoryview(found)
         try:
             size = int.from_bytes(content[:4], "big")
             message = messages.decode(bytes(content[4 : 4 + size]))
             buffers = split(getattr(message, "parts", ()), content[4 + size :])
-            return unpack_result(
-                message, buffers, host=host.name, rank=place, label=self.function, untrusted=self._untrusted
-            )
+            about: Any = {"host": host.name, "rank": place, "label": self.function}
+            return unpack_result(message, buffers, **about, untrusted=self._untrusted), None
         except Exception as error:
-            return _Failed(error)
+            return None, error
 
-    def _conclude(self, answers: list[tuple[int, Any]]) -> Any:
+    def _conclude(self, answers: _Answers) -> Any:
         moments = {rank: moment for part in self._parts for rank, moment in part.failures}
-        answers.sort(key=lambda answer: answer[0])
-        values = [value for _, value in answers]
-        failed = [
-            (moments.get(rank, float("inf")), value.error) for rank, value in answers if isinstance(value, _Failed)
-        ]
-        failures = [error for _, error in sorted(failed, key=lambda failure: failure[0])]
+        found = sorted((one for some in answers.values() for one in some), key=lambda answer: answer[0])
+        failed = sorted(found, key=lambda answer: moments.get(answer[0], float("inf")))
+        failures = [error for _, _, error in failed if error is not None]
         failures = [one for one in failures if not isinstance(one, UntrustedResult)] or failures  # not a cause
-        if self._about.on != "all":
-            if failures:
-                raise failures[0]
-            return values[0]
+        if failures and self._about.on == "all":
+            raise broadcast_error(
+                self.function, failures, [value if error is None else error for _, value, error in found]
+            )
         if failures:
-            results = [value.error if isinstance(value, _Failed) else value for value in values]
-            raise broadcast_error(self.function, failures, results)
+            raise failures[0]
+        values = [value for _, value, _ in found]
+        if self._about.on != "all":
+            return values[0]
         return in_order(values) if self._about.elastic else values
 
     def stop(self) -> None:
@@ -332,11 +354,6 @@ class Run(ShownAsTable):
                 if pid := outcome.get():
                     what = f"process {pid} is still running after 10 s"
                     raise HostUnfit(what, host=outcome.host.name, hint=f"wait, or on the host: kill -9 {pid}")
-
-
-@dataclass(frozen=True, slots=True)
-class _Failed:
-    error: Exception
 
 
 def _check(errors: Sequence[SkyfabError]) -> bool:
@@ -372,12 +389,19 @@ def _asker_of(inventory: Inventory, hosts: str | Iterable[str | Host] | None) ->
     return Asker(inventory.select(["all", LOCAL.name] if hosts is None else hosts), inventory)
 
 
-def survey(asker: Asker, results: Results = "any") -> tuple[list[Run], list[SkyfabError]]:
-    """The runs on all hosts that could be queried, and the errors of the others."""
+def survey(
+    asker: Asker, results: Results = "any", enough: Callable[[list[Run]], bool] | None = None
+) -> tuple[list[Run], list[SkyfabError]]:
+    """The runs on all hosts that could be queried, and the errors of the others.
+
+    With `enough`, hosts that take long are waited for only if it returns False for the runs of the others.
+    """
+    asker.soon = enough is not None
     outcomes = asker.ask(question(gpus=True))
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     parts = [part for outcome in outcomes for part in outcome.answer or ()]
-    return runs_of(parts, asker.inventory, asker.hosts, results), errors
+    found = runs_of(parts, asker.inventory, asker.hosts, results)
+    return survey(asker, results) if errors and enough is not None and not enough(found) else (found, errors)
 
 
 def runs_of(found: Iterable[Part], inventory: Inventory, hosts: Sequence[Host], results: Results = "any") -> list[Run]:
@@ -413,9 +437,8 @@ def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any", s
     if not id:  # else it would be the beginning of every id
         raise UsageError("no run was named", hint="to list runs: skyfab runs")
     with _asker_of(Inventory.of(inventory), hosts) as asker:
-        asker.soon = soon
         with left_running(id):  # it may just have been started
-            run = _find(id, asker, results, is_named=hosts is not None)
+            run = _find(id, asker, results, soon=soon, is_named=hosts is not None)
         run.asker = asker
         try:
             yield run
@@ -423,11 +446,11 @@ def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any", s
             run.asker = None
 
 
-def _find(id: str, asker: Asker, results: Results, *, is_named: bool) -> Run:  # noqa: A002
-    found, errors = survey(asker, results)
-    if asker.soon and errors and not any(run.id.startswith(id) or (run.name == id and run.silent) for run in found):
-        asker.soon = False
-        found, errors = survey(asker, results)
+def _find(id: str, asker: Asker, results: Results, *, soon: bool, is_named: bool) -> Run:  # noqa: A002
+    def is_there(found: list[Run]) -> bool:
+        return any(run.id.startswith(id) or (run.name == id and run.silent) for run in found)
+
+    found, errors = survey(asker, results, is_there if soon else None)
     named = [run for run in found if run.name == id or run.id[:8] == id]
     if named:
         return next((run for run in named if run.state == "running"), named[0])

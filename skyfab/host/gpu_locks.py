@@ -65,8 +65,8 @@ _BUSY: Final = 10
 """Percent of use above which a GPU without processes that can be seen is in use."""
 QUEUED: Final = "SKYFAB_GPUS"
 """The variable of ranks that claim their GPUs before they start."""
-_own: dict[tuple[int, int], int] = {}
-"""The files of this process, by device and inode, with their descriptors."""
+_own: set[tuple[int, int]] = set()
+"""The files of this process, by device and inode."""
 
 
 class Lease:
@@ -90,7 +90,8 @@ class Lease:
         self.waits = said["waits"]
         """For a ticket: GPUs of low priority are freed for it. One that does not wait is soon withdrawn."""
         self.uid = about.st_uid
-        self.since = about.st_ctime
+        self.seconds = max(0.0, time.time() - about.st_ctime)
+        """Since when: a duration, because clocks differ."""
         self.order = (self.low, about.st_ctime_ns, about.st_ino)
 
     def overlaps(self, gpus: Collection[int]) -> bool:
@@ -98,19 +99,25 @@ class Lease:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """For surveys. Times are durations, because clocks differ."""
-        age = max(0.0, time.time() - self.since)
-        about = {"user": user_name(self.uid), "run": self.run, "seconds": age, "text": str(self)}
+        """For surveys."""
+        about = {"user": user_name(self.uid), "run": self.run, "seconds": self.seconds, "text": str(self)}
         return {**about, "gpus": self.gpus, "waits": self.kind == "ticket"}
 
     def __str__(self) -> str:
         """``ada's night (node2, 4 GPUs, 3 h so far)``"""
-        seconds = max(0.0, time.time() - self.since)
-        units = (("d", 86400), ("h", 3600), ("min", 60))
-        span = next((f"{seconds / size:.0f} {unit}" for unit, size in units if seconds >= size), f"{seconds:.0f} s")
         count = self.count if self.kind == "ticket" else len(self.gpus)
-        what = f"{os.uname().nodename}, {count} GPU{'s' * (count > 1)}, {span} so far{', low priority' * self.low}"
+        priority = ", low priority" * self.low
+        what = f"{os.uname().nodename}, {count} GPU{'s' * (count > 1)}, {age(self.seconds)} so far{priority}"
         return f"{user_name(self.uid)}'s {self.run or 'program'} ({what})"
+
+
+def age(seconds: float) -> str:
+    """
+    >>> age(3.2), age(75), age(7200), age(200_000)
+    ('3 s', '1 min', '2 h', '2 d')
+    """
+    units = (("d", 86400), ("h", 3600), ("min", 60))
+    return next((f"{seconds / size:.0f} {unit}" for unit, size in units if seconds >= size), f"{seconds:.0f} s")
 
 
 # ---- files
@@ -130,7 +137,7 @@ class _File:
             self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
             about = os.fstat(self.fd)
             self._key = (about.st_dev, about.st_ino)
-            _own[self._key] = self.fd
+            _own.add(self._key)
             try:
                 _lock(self.fd)  # may wait for a process of the same user that looks at it
                 if os.write(self.fd, content) < len(content):
@@ -148,7 +155,7 @@ class _File:
         """Removes the name first: as long as it is there, the file is locked."""
         with contextlib.suppress(OSError):
             os.unlink(self.path)
-        _own.pop(self._key, None)
+        _own.discard(self._key)
         os.close(self.fd)
 
 
@@ -222,13 +229,14 @@ def note_use(gpus: Sequence[int], run: str = "", folder: str = FOLDER) -> None:
 
 
 def note_rank(request: dict[str, Any]) -> None:
-    """The first rank of a gang on a host notes which GPUs they use: one each, or all if there is one rank, or a call.
+    """A rank of a gang notes which GPUs the ranks on its host use: one each, or all if there is one rank, or a call.
 
-    Not for ranks that wait for GPUs themselves (skyfab.host.supervise).
+    Each of them does so: they are in use until the last one has ended. Not for ranks that wait for GPUs themselves
+    (skyfab.host.supervise).
     """
     env, info = request["env"], request["info"]
     ranks = info.get("local_world_size", 1)
-    if QUEUED not in env and info.get("local_rank", 0) == 0:
+    if QUEUED not in env:
         gpus = visible(env, info["accelerators"])
         mine = gpus if ranks == 1 else gpus[:ranks]
         name = ""

@@ -14,7 +14,7 @@ TYPE_CHECKING = False  # as in all modules that hosts import
 if TYPE_CHECKING:
     from typing import Literal
 
-    Phase = Literal["waiting", "starting", "ready", "restarting", "giving way"]
+    Phase = Literal["waiting", "starting", "ready", "restarting", "giving way", "in use"]
 
 
 def leave() -> None:

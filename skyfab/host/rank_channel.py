@@ -5,8 +5,8 @@ the call). Every rank, including rank 0, connects a `Channel`::
 
     head = Head(socket.socket(fileno=context.take_listener()), secret, handle, gone)      # on rank 0
     channel = Channel.connect(info.head_addr, info.head_port, secret, info.rank)
-    channel.request({"op": "next"})        # returns what `handle(rank, message)` returns on rank 0
-    channel.pushed(timeout=1.0)            # the next message that rank 0 has sent by itself: head.push(rank, message)
+    channel.send({"op": "ended"})          # calls `handle(rank, message)` on rank 0
+    channel.receive(timeout=1.0)           # the next message of rank 0: what `handle` returned, or head.push(message)
 
 A message is a JSON object in one line, after an HMAC. Its key is derived from the secret and from random numbers of
 both ends. So both have proven with their first line that they know the secret, and a line that was changed, repeated or
@@ -100,18 +100,19 @@ class _Lines:
 
 
 class Head:
-    """Rank 0's end: answers the requests of all ranks, and sends them messages."""
+    """Rank 0's end: handles the messages of all ranks, and sends them messages."""
 
     def __init__(
         self,
         listener: socket.socket,
         secret: bytes,
-        handle: Callable[[int, Message], Message],
+        handle: Callable[[int, Message], Message | None],
         gone: Callable[[int], None] = lambda rank: None,
     ) -> None:
-        """Accepts ranks, on threads, one for each: `handle` may wait without delaying the requests of other ranks.
+        """Accepts ranks, on threads, one for each: `handle` may wait without delaying the messages of other ranks.
 
-        `handle` returns the reply to a rank's request. `gone` is called when a rank is gone, but not after `close`.
+        `handle` is called with a rank and its message, and returns the reply, or None if there is none. `gone` is
+        called when a rank is gone, but not after `close`.
         """
         self._listener = listener
         self._secret = secret
@@ -156,7 +157,7 @@ class Head:
         self._listener.close()
 
     def _attend(self, peer: socket.socket) -> None:
-        """Finds out if a peer is a rank, and if so, answers its requests until it goes."""
+        """Finds out if a peer is a rank, and if so, handles its messages until it goes."""
         rank, is_here = -1, False
         try:
             peer.settimeout(_GREETING)
@@ -173,7 +174,8 @@ class Head:
             lines.read()  # it has read that in time: else it tries again, and has not gone
             is_here = True
             while True:
-                lines.send({"reply": self._handle(rank, lines.read())})
+                if (reply := self._handle(rank, lines.read())) is not None:
+                    lines.send(reply)
         except OSError:
             pass  # not a rank, or it is gone
         finally:
@@ -195,10 +197,8 @@ class Channel:
         self._lines.read()
         self._lines.send({"joined": rank})
         self._lines.keep_alive()
-        self._requesting = threading.Lock()
-        self._replies: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        self._pushed: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-        threading.Thread(target=self._receive, name="skyfab-channel", daemon=True).start()
+        self._received: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="skyfab-channel", daemon=True).start()
 
     @classmethod
     def connect(cls, address: str, port: int, secret: bytes, rank: int, *, timeout: float = 60.0) -> Channel:
@@ -216,42 +216,41 @@ class Channel:
                     raise ChannelLost(f"rank {rank} cannot reach rank 0 at {address}:{port}: {error}") from None
             time.sleep(0.2)
 
-    def request(self, message: Message) -> Message:
-        """Sends a request, and waits for rank 0's reply. Threads take turns. Raises ChannelLost."""
-        with self._requesting:
-            with contextlib.suppress(OSError):  # the thread that reads reports it
-                self._lines.send(message)
-            return _taken(self._replies)
+    def send(self, message: Message) -> None:
+        """Sends a message to rank 0. Does nothing if that is gone: `receive` reports it."""
+        with contextlib.suppress(OSError):
+            self._lines.send(message)
 
-    def pushed(self, timeout: float | None = None) -> Message | None:
-        """Waits for the next message that rank 0 sends by itself; None after `timeout`. Raises ChannelLost."""
-        with contextlib.suppress(queue.Empty):
-            return _taken(self._pushed, timeout)
-        return None
+    def receive(self, timeout: float | None = None) -> Message | None:
+        """Waits for the next message of rank 0; None after `timeout`. Raises ChannelLost after the last one."""
+        try:
+            message = self._received.get(timeout=timeout)
+        except queue.Empty:
+            return None
+        if message is None:
+            self._received.put(None)  # for the next call
+            raise ChannelLost("rank 0 is gone")
+        return message
+
+    def request(self, message: Message) -> Message:
+        """Sends a message, and returns the reply: rank 0 must not send anything else."""
+        self.send(message)
+        reply = self.receive()
+        assert reply is not None
+        return reply
 
     def close(self) -> None:
         """Ends the connection, which rank 0 notices."""
         _shut(self._lines.socket)
 
-    def _receive(self) -> None:
+    def _read(self) -> None:
         try:
             with contextlib.suppress(OSError):
                 while True:
-                    message = self._lines.read()
-                    queue = self._pushed if "reply" not in message else self._replies
-                    queue.put(message.get("reply", message))
+                    self._received.put(self._lines.read())
         finally:
-            self._replies.put(None)
-            self._pushed.put(None)
+            self._received.put(None)
             self._lines.close()
-
-
-def _taken(messages: queue.SimpleQueue[Message | None], timeout: float | None = None) -> Message:
-    message = messages.get(timeout=timeout)
-    if message is None:
-        messages.put(None)  # for the next one who asks
-        raise ChannelLost("rank 0 is gone")
-    return message
 
 
 def _shut(connection: socket.socket) -> None:

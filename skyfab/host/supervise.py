@@ -72,14 +72,14 @@ def supervise(words: Sequence[str], folder: str | None, settings: Message) -> in
     secret = bytes.fromhex(settings["secret"])
     with contextlib.ExitStack() as failed:  # what to do unless the program ends by itself
         failed.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
-        if info.is_head:
-            coordinator = _Coordinator(settings)
-            listener = socket.socket(fileno=context.take_listener())
-            head = Head(listener, secret, coordinator.note, lambda rank: coordinator.events.put((rank, {"op": "gone"})))
-            failed.callback(head.close)
-            threading.Thread(target=coordinator.run, args=(head,), daemon=True).start()
         rank = _Rank(list(words) or [sys.executable, "-u", "-c", _SCRIPT], folder, settings)
         failed.callback(rank.stop, _GRACE)
+        if info.is_head:
+            coordinator = _Coordinator(settings, rank)
+            listener = socket.socket(fileno=context.take_listener())
+            head = Head(listener, secret, coordinator.note, lambda rank: coordinator.note(rank, {"op": "gone"}))
+            failed.callback(head.close)
+            threading.Thread(target=coordinator.run, args=(head,), daemon=True).start()
         try:
             channel = Channel.connect(info.head_addr, info.head_port, secret, info.rank)
             failed.callback(channel.close)
@@ -115,6 +115,8 @@ class _Rank:
         self._program: command.Program | None = None
         self._code: int | None = None
         """The exit code of the program, once it was reported."""
+        self.error: Exception | None = None
+        """Why the run fails, if that is because of this rank."""
         self._is_ending = self._is_stopped = self._is_done = False
         prctl(SUBREAPER, 1)  # what a program leaves running when it is stopped becomes our child
         # The agent sends SIGTERM to the whole process group: this process must not end before the program does.
@@ -131,41 +133,35 @@ class _Rank:
         info = context.instance_info()
         where = {"node": info.node, "local": info.local_rank, "host": [os.uname().nodename, info.peers[info.node]]}
         try:
-            channel.request({"op": "arrived", **where})
+            channel.send({"op": "arrived", **where})
             while not self._is_done:
-                message = channel.pushed(_TICK)
+                message = channel.receive(_TICK)
                 code = None if self._program is None else self._program.poll()
                 if self._is_stopped and (is_server or self._program is None):
                     raise WorkerDied("it was stopped", rank=info.rank)
                 self._step(message)
                 if code is not None and self._program is not None and self._code is None:
                     self._code = code
-                    channel.request({"op": "ended", "text": f"{self._words[0]} {command.how_it_ended(code)}"})
+                    channel.send({"op": "ended", "text": f"{self._words[0]} {command.how_it_ended(code)}"})
         except ChannelLost:
-            self._hear_the_rest(channel)
             if self._program is None or is_server:
                 raise
             return self._program.wait()  # it runs without rank 0, if it can
         assert self._code is not None
         return self._code
 
-    def _hear_the_rest(self, channel: Channel) -> None:
-        """Rank 0 is gone. If it has sent the reason to this rank, raises it."""
-        with contextlib.suppress(ChannelLost):
-            while message := channel.pushed(0):
-                if message["op"] == "fail":
-                    self._on_fail(message)
-
     def _step(self, message: Message | None) -> None:
         try:
             if message is not None:
                 getattr(self, f"_on_{message['op']}")(message)
-            elif self._claim is not None:
+            elif self._claim is not None and self.error is None:
                 self._look(self._claim)
         except HostUnfit as error:
-            if message is not None and message["op"] == "fail":
+            if self.error is not None:
                 raise
-            self._channel.request({"op": "unfit", "text": error.message, "hint": error.hint})
+            error.rank = context.instance_info().rank
+            self.error = error
+            self._channel.send({"op": "failed"})
 
     def _on_take(self, message: Message) -> None:
         gpus = visible(os.environ, context.instance_info().accelerators)
@@ -180,9 +176,9 @@ class _Rank:
         """At most twice a second."""
         if claim.gpus:
             if self._gpus["low"] and self._is_leader and claim.should_give_way():
-                self._channel.request({"op": "give_way"})
+                self._channel.send({"op": "give_way"})
         elif claim.try_take():
-            self._channel.request({"op": "taken", "gpus": claim.gpus, "hold": claim.hold, "warning": claim.warning})
+            self._channel.send({"op": "taken", "gpus": claim.gpus, "hold": claim.hold, "warning": claim.warning})
         elif not self._gpus["wait"]:
             if time.monotonic() > self._refuse_at:
                 few = f"--where='gpus.free >= {self._gpus['count'] or 1}' --nodes=1"
@@ -190,7 +186,7 @@ class _Rank:
                 raise command.unfit(f"not enough free GPUs: {claim.refusal}", hint=hint)
         elif claim.reason != self._said:
             self._said = claim.reason
-            self._channel.request({"op": "waits", "reason": claim.reason})
+            self._channel.send({"op": "waits", "reason": claim.reason})
 
     def _on_start(self, message: Message) -> None:
         env: dict[str, str] = {}
@@ -208,17 +204,15 @@ class _Rank:
 
     def _on_stop(self, message: Message) -> None:
         self.stop(message["grace"], is_over=message["gives_way"])
-        self._channel.request({"op": "stopped"})
+        self._channel.send({"op": "stopped"})
 
     def _on_done(self, message: Message) -> None:
         self._is_done = True
 
     def _on_fail(self, message: Message) -> None:
-        rank = context.instance_info().rank
-        if message["rank"] not in (None, rank):
-            raise CallCancelled(f"rank {message['rank']} has failed")
-        kind: Any = {"HostUnfit": command.unfit, "HostLost": HostLost}.get(message["kind"], WorkerDied)
-        raise kind(message["text"], rank=rank, hint=message["hint"])
+        if self.error is not None and message["rank"] == context.instance_info().rank:
+            raise self.error
+        raise CallCancelled(f"rank {message['rank']} has failed")
 
     def stop(self, grace: float, *, is_over: bool = True) -> None:
         """Ends the program and all that it started: SIGTERM, SIGKILL after `grace`. If `is_over`, releases GPUs."""
@@ -234,13 +228,18 @@ class _Rank:
             self._said = ""
 
 
+class _RankFailed(Exception):
+    """A rank, whose number is the argument, has failed: it raises the reason itself."""
+
+
 class _Coordinator:
     """Rank 0's part, on its own thread, which continues after rank 0's program has ended."""
 
     _head: Head
 
-    def __init__(self, settings: Message) -> None:
-        self.events: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
+    def __init__(self, settings: Message, rank: _Rank) -> None:
+        self._rank = rank
+        self._events: queue.SimpleQueue[tuple[int, Message]] = queue.SimpleQueue()
         self._server: Message | None = settings["server"]
         self._claims = settings["gpus"] is not None
         self._ranks: dict[int, Message] = {}
@@ -251,9 +250,8 @@ class _Coordinator:
         """Restarts that count."""
         self._said = ""
 
-    def note(self, rank: int, message: Message) -> Message:
-        self.events.put((rank, message))
-        return {}
+    def note(self, rank: int, message: Message) -> None:
+        self._events.put((rank, message))
 
     def run(self, head: Head) -> None:
         self._head = head
@@ -264,21 +262,22 @@ class _Coordinator:
                     while why := self._start():
                         self._restart(why)
                 self._stop(_CHECKPOINT, gives_way=True)
+        except _RankFailed as failed:
+            head.push({"op": "fail", "rank": failed.args[0]})
         except Exception as error:
-            about = {name: getattr(error, name, None) for name in ("rank", "hint")}
-            text = getattr(error, "message", repr(error))
-            head.push({"op": "fail", "kind": type(error).__name__, "text": text, **about})
+            self._rank.error = error
+            head.push({"op": "fail", "rank": 0})
 
     def _next(self, timeout: float | None = None) -> tuple[int, Message]:
-        """The next report of a rank. Raises queue.Empty; HostUnfit, WorkerDied or HostLost if a rank is missing."""
-        rank, message = self.events.get(timeout=timeout)
-        if message["op"] == "unfit":
-            raise HostUnfit(message["text"], rank=rank, hint=message["hint"])
+        """The next report of a rank. Raises queue.Empty; _RankFailed; WorkerDied or HostLost if a rank is missing."""
+        rank, message = self._events.get(timeout=timeout)
+        if message["op"] == "failed":
+            raise _RankFailed(rank)
         if message["op"] == "gone" and self._server is not None:
             time.sleep(_SETTLE)
-            raise WorkerDied(f"rank {rank} is gone: its process has ended, or its host is lost")
+            raise WorkerDied(f"rank {rank} is gone: its process has ended, or its host is lost", rank=0)
         if message["op"] == "gone" and not self._running:
-            raise HostLost(f"while it waited for GPUs: rank {rank} is gone")
+            raise HostLost(f"while it waited for GPUs: rank {rank} is gone", rank=0)
         return rank, message
 
     def _gather(self) -> None:
@@ -288,7 +287,8 @@ class _Coordinator:
             try:
                 rank, message = self._next(max(0.0, until - time.monotonic()))
             except queue.Empty:
-                raise WorkerDied(f"rank {min(missing)} did not connect to rank 0 within {_JOIN:.0f} s") from None
+                text = f"rank {min(missing)} did not connect to rank 0 within {_JOIN:.0f} s"
+                raise WorkerDied(text, rank=0) from None
             self._ranks[rank] = message
 
     def _enter_starting(self) -> None:
@@ -354,7 +354,7 @@ class _Coordinator:
         """Stops all ranks. Raises WorkerDied if there were too many restarts."""
         assert self._server is not None
         if self._used >= self._server["restarts"]:
-            raise WorkerDied(f"{why} (restarts: {self._used})")
+            raise WorkerDied(f"{why} (restarts: {self._used})", rank=0)
         self._used += 1
         phase.enter("restarting", f"{why}; restart {self._used} of {self._server['restarts']}")
         self._stop(_GRACE, gives_way=False)
@@ -428,4 +428,4 @@ def _free_port(port: int = 0) -> int:
     except OSError as error:
         hint = "another program may use it, such as an earlier server (skyfab runs): end it, or choose another port"
         why = f"port {port} is not free: {os.strerror(error.errno or 0)}"
-        raise HostUnfit(why, rank=0, hint=hint) from None
+        raise command.unfit(why, rank=0, hint=hint) from None

@@ -20,9 +20,11 @@ from skyfab import context
 from skyfab.errors import SkyfabError
 from skyfab.host import phase
 from skyfab.host.agent.zygote import SUBREAPER, has_variable, offspring, prctl
+from skyfab.host.ask.runs import end_of_log
 from skyfab.host.command import how_it_ended, start
 from skyfab.host.gpu_locks import Claim, look
 from skyfab.host.rank_channel import Channel, Head
+from skyfab.host.trial import REPORT, reported
 
 TYPE_CHECKING = False  # as in all modules that hosts import
 if TYPE_CHECKING:
@@ -36,6 +38,7 @@ _RETURN = 40.0
 """Seconds for a rank to reconnect: more than it takes to notice that a connection is broken."""
 _LOOK = 5.0
 """Seconds between reads of the reports of running trials."""
+_REPORT = "report.json"
 _OF_A_GANG = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "NODE_RANK", "GROUP_", "ROLE_", "TORCHELASTIC_")
 """Prefixes of variables that a trial must not have, because it is not a rank."""
 
@@ -188,7 +191,7 @@ class Driver:
         while any(thread.is_alive() for thread in threads):
             next(thread for thread in threads if thread.is_alive()).join(_LOOK)
             for trial in list(self._running.values()):
-                if (values := _report_of(trial["folder"])) and values != trial.get("values"):
+                if (values := reported(f"{trial['folder']}/{_REPORT}")) and values != trial.get("values"):
                     trial["values"] = values
                     self._note(trial)
         if self._channel is not None:
@@ -248,14 +251,14 @@ class Driver:
         folder, began, error = os.path.abspath(trial["folder"]), time.monotonic(), ""
         name = self._plan["script"]
         script = next(path for root in sys.path if os.path.isfile(path := os.path.join(root, name)))
-        env = {"PYTHONUNBUFFERED": "1", "SKYFAB_WORKDIR": os.getcwd(), context.REPORT: f"{folder}/report.json"}
+        env = {"PYTHONUNBUFFERED": "1", "SKYFAB_WORKDIR": os.getcwd(), REPORT: f"{folder}/{_REPORT}"}
         if gpus is not None:
             env |= {"CUDA_VISIBLE_DEVICES": gpus.numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         limited = [] if self._plan["share"] is None else ["-c", _LIMITED, self._plan["share"]]
         try:
             os.makedirs(folder, exist_ok=True)
             with contextlib.suppress(FileNotFoundError):
-                os.unlink(f"{folder}/report.json")  # of an earlier attempt
+                os.unlink(env[REPORT])  # of an earlier attempt
             with open(f"{folder}/log.txt", "ab") as log:
                 words = [sys.executable, *limited, script, *trial["words"]]
                 options: Any = {"stdout": log, "stderr": log, "pass_fds": gpus.fds if gpus else ()}
@@ -265,17 +268,18 @@ class Driver:
                 os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
                 with contextlib.suppress(OSError):
                     os.killpg(program.pid, signal.SIGKILL)  # leftovers could use its GPUs
-                _end_strays(f"{context.REPORT}={env[context.REPORT]}")
+                _end_strays(f"{REPORT}={env[REPORT]}")
                 self._groups.discard(program.pid)
             code = program.wait()
             self._groups.discard(program.pid)
             if code:
                 full = os.statvfs(folder).f_bavail == 0
-                error = "no space left on its disk" if full else _last_line(f"{folder}/log.txt") or how_it_ended(code)
+                last = end_of_log(f"{folder}/log.txt")[:200]  # where most programs report why they failed
+                error = "no space left on its disk" if full else last or how_it_ended(code)
         except (OSError, SkyfabError) as failure:  # no space, or no permission
             code, error = 1, str(failure)
         ended = {**trial, "state": "failed" if code else "done", "code": code, "error": error}
-        ended |= {"values": _report_of(folder), "seconds": round(time.monotonic() - began, 3)}
+        ended |= {"values": reported(env[REPORT]), "seconds": round(time.monotonic() - began, 3)}
         ended["gpus"] = gpus.numbers if gpus else None
         with contextlib.suppress(OSError), open(f"{folder}/trial.json", "w") as file:
             json.dump(ended, file, indent=2)
@@ -295,21 +299,3 @@ def _end_strays(mark: str) -> None:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
-
-
-def _report_of(folder: str) -> dict[str, Any]:
-    """What a trial has reported so far. The file may contain anything."""
-    try:
-        with open(f"{folder}/report.json") as file:
-            found = dict(json.loads(file.read(64 * 1024)))
-            return {name: one for name, one in found.items() if isinstance(one, (str, int, float, type(None)))}
-    except (OSError, ValueError, TypeError, RecursionError):
-        return {}
-
-
-def _last_line(path: str) -> str:
-    """The last line of a log, where most programs report why they failed."""
-    with open(path, "rb") as file:
-        file.seek(max(0, os.fstat(file.fileno()).st_size - 2000))
-        lines = file.read().decode(errors="replace").split("\n")
-    return next((line for line in reversed(lines) if line.strip()), "")[:200]

@@ -5,14 +5,10 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Final
 
 from skyfab._util import toml
-from skyfab._util.atomic import write
-from skyfab._util.cache import cache_folder
 from skyfab._util.html import ShownAsTable
 from skyfab._util.sizes import counted
 from skyfab.errors import InventoryError, UnknownHost, UsageError
@@ -20,8 +16,6 @@ from skyfab.inventory import detect, ssh_config
 from skyfab.inventory.file import bare, read
 from skyfab.inventory.host import LOCAL, Address, Host, expanded
 from skyfab.inventory.selection import Names, choose
-
-_USED: Final = "last-inventory"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,25 +161,6 @@ def _found_source() -> Path | str | None:
         config = expanded("~/.config")
     paths = (Path("inventory.toml"), Path(config, "skyfab", "inventory.toml"))
     return next(filter(os.path.lexists, paths), None)
-
-
-def note_used(inventory: Inventory) -> None:
-    """Notes on this machine that a run was started with this inventory, for `used_last`."""
-    source = inventory.source
-    if source is not None and (source.exists() or detect.is_word(str(source))):
-        with suppress(OSError):
-            write(cache_folder() / _USED, str(source.absolute() if source.exists() else source))
-
-
-def used_last(inventory: Inventory) -> str | None:
-    """The ``--inventory=`` of the last run that was started here; None if it is this one, or this one was named."""
-    source = inventory.source
-    with suppress(OSError):
-        noted = (cache_folder() / _USED).read_text()
-        is_other = source is None or (inventory.is_found and noted not in (str(source), str(source.absolute())))
-        if is_other and (Path(noted).exists() or detect.is_word(noted)):
-            return noted
-    return None
 
 
 def _first(hosts: tuple[Host, ...], nodes: int | None) -> tuple[Host, ...]:

@@ -61,7 +61,7 @@ def attach_device(
         pool = Compute([host], inventory=run.inventory, image=image, **options)
         try:
             pool.open()
-            if "in use by" in run.last:
+            if run.phase is not None and run.phase.phase == "in use":
                 text = f"{run.last}; waiting 15 s for that program to end"
                 pool.events.emit(Notice(host=host.name, text=text))
             stream = pool.join_device(run, seeded=False)

@@ -33,13 +33,14 @@ from skyfab.calls.pack import PackedCall, collect, pack_function, pack_streams, 
 from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
 from skyfab.calls.stream import Stream
+from skyfab.detached.noted import note_used
 from skyfab.detached.run import Run, attach, runs
 from skyfab.errors import UsageError
 from skyfab.files.transfer import Report
 from skyfab.host.agent.actors import construct
 from skyfab.host.collected import Naming, assembled, take_kept
 from skyfab.inventory.host import MOST_SLOTS, Host
-from skyfab.inventory.inventory import Inventory, note_used
+from skyfab.inventory.inventory import Inventory
 from skyfab.plugins.base import Plugin
 from skyfab.pool import compiled
 from skyfab.pool.actor import Limits
@@ -293,9 +294,7 @@ class Compute(ShownAsTable):
         nodes = self._nodes.make_nodes(chosen, self.inventory, self._choice.reach)
         open_all(nodes, self.events, lambda node: self._images.settled(node.host), self._sync.read_ahead)
         if self._gpus == "free":
-            from skyfab.pool.free_gpus import take_free
-
-            take_free(nodes, self._nodes.solo_spec)
+            self._nodes.take_free(nodes)
         return nodes
 
     def close(self) -> None:

@@ -14,9 +14,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from skyfab._util import schema
+from skyfab.calls.call import as_function
+from skyfab.calls.pack import PackedCall, pack_function
+from skyfab.calls.results import unpack_result
 from skyfab.detached.written import Written, event, parse
-from skyfab.errors import HostError, ProtocolError, SkyfabError, UsageError
+from skyfab.errors import HostError, HostUnfit, ProtocolError, SkyfabError, UsageError
 from skyfab.host.agent.workdir import own_name
+from skyfab.host.gpu_locks import hold_free
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.images import HostImages, Progress
@@ -25,7 +30,7 @@ from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.recovery import Recovery
 from skyfab.pool.scheduler import Scheduler
 from skyfab.pool.workdir import Workdirs
-from skyfab.protocol import messages
+from skyfab.protocol import codec, messages
 from skyfab.session.bootstrap import Bootstrap
 from skyfab.session.bundle import bundle
 from skyfab.session.fanout import for_each_host, meanwhile, one_error, results_of
@@ -108,6 +113,33 @@ class Nodes(Owner):
         if node.host.gpus != "auto":
             env.setdefault("CUDA_VISIBLE_DEVICES", ",".join(map(str, node.host.gpus)))
         return WorkerSpec(tree=tree, env=env, info=info, plain=self._scheduler.untrusted)
+
+    def take_free(self, nodes: Sequence[Node]) -> None:
+        """From now on, a node has only the GPUs that nobody uses: a worker on each host holds them.
+
+        Raises HostUnfit for a host without any, and closes all.
+        """
+
+        def take(node: Node) -> None:
+            reply = Reply()
+            arguments = codec.dumps((list(node.gpus), None))
+            call = PackedCall(function=pack_function(as_function(hold_free)), arguments=arguments, label="gpus='free'")
+            node.call("gpus", replace(self.solo_spec(node, ""), plain=True, claims=False), call, caller=reply)
+            found = unpack_result(*reply.wait(), host=node.name, rank=None, label=call.label, untrusted=True)
+            try:
+                gpus, reason = schema.parse(tuple[tuple[int, ...], str], found)
+            except schema.Invalid as error:
+                raise ProtocolError(f"not a list of GPUs: {error}", host=node.name) from None
+            if not gpus or not set(gpus) <= set(node.gpus):
+                hint = "choose hosts by where='gpus.free >= 1', or wait: skyfab run --when-free"
+                raise HostUnfit(f"no GPU is free: {reason}", host=node.name, hint=hint)
+            node.host = replace(node.host, gpus=gpus)
+
+        try:
+            results_of(for_each_host(take, nodes))
+        except BaseException:
+            close_all(nodes)
+            raise
 
     def copies(self, nodes: Sequence[Node]) -> list[Node]:
         """New nodes for the same hosts, with agents of their own. These share one pool name, as those of a pool do."""

@@ -5,13 +5,16 @@ from __future__ import annotations
 import shutil
 import sys
 import textwrap
-from collections.abc import Collection, Sequence
-from typing import Final
+from collections.abc import Collection, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, Literal
 
 from skyfab.ui.terminal import clean, is_rich, put
 
 _LEAST: Final = 24
-"""Columns that the last cells of a table may be wrapped to; the others are not wrapped."""
+"""Columns of the last cell, at least, if it needs so many."""
+_CUT: Final = 8
+"""Columns that a cell has at least."""
 
 _BETWEEN: Final = 3
 """Columns between two cells."""
@@ -23,18 +26,20 @@ def table(
     *,
     right: Collection[str] = (),
     optional: Sequence[str] = (),
+    widest: Mapping[str, int] = MappingProxyType({}),
 ) -> None:
     """Prints a table to stdout; the columns that `right` names are aligned to the right.
 
-    On a narrow terminal, `optional` columns are left out, the first of them first.
+    On a narrow terminal, `optional` columns are left out, the first of them first. Cells are wrapped that are wider
+    than `widest` says, or than there is room for.
     """
     cells = [[clean(cell, colour=False) for cell in row] for row in rows]
     if not is_rich(sys.stdout):
         put(sys.stdout, aligned(head, cells, right))
         return
     width = shutil.get_terminal_size().columns
-    fitting = _narrowed(head, cells, optional, width)
-    if fitting is None:
+    widths = column_widths(head, cells, width, optional=optional, widest=widest, least=_LEAST, between=_BETWEEN)
+    if sum(widths.values()) + _BETWEEN * (len(widths) - 1) > width or widths[len(head) - 1] < _CUT:
         put(sys.stdout, _records(head, cells, width))
         return
     from rich.box import SIMPLE_HEAD
@@ -43,25 +48,46 @@ def table(
     from rich.text import Text
 
     made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
-    head, rows = fitting
-    for name in head:
-        made.add_column(name, justify="right" if name in right else "left", overflow="fold", no_wrap=name != head[-1])
-    for row in rows:
-        made.add_row(*map(Text, row))
+    for at, columns in widths.items():
+        justify: Literal["left", "right"] = "right" if head[at] in right else "left"
+        made.add_column(head[at], justify=justify, overflow="fold", max_width=columns)
+    for row in cells:
+        made.add_row(*(Text(row[at]) for at in widths))
     Console(file=sys.stdout, width=width).print(made)
 
 
-def _narrowed(
-    head: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str], width: int
-) -> tuple[Sequence[str], Sequence[Sequence[str]]] | None:
-    """The head and rows that fit into a width, without as few optional columns as possible; None if nothing fits."""
-    for count in range(len(optional) + 1):
-        kept = [column for column in zip(head, *rows, strict=True) if column[0] not in optional[:count]]
-        *fixed, last = [max(map(len, column)) for column in kept]
-        if sum(fixed) + _BETWEEN * len(fixed) + min(last, _LEAST) <= width:
-            head, *rows = zip(*kept, strict=True)
-            return head, rows
-    return None
+def column_widths(
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    columns: int,
+    *,
+    optional: Sequence[str],
+    widest: Mapping[str, int],
+    least: int,
+    between: int,
+) -> dict[int, int]:
+    """How many columns of a terminal each cell takes, by its place; those that are left out are missing.
+
+    The last one takes the rest: if it needs more than that, `optional` ones are left out for it until it has `least`,
+    the first of them first, and then the widest ones are cut.
+    """
+    from rich.cells import cell_len
+
+    last = len(head) - 1
+    widths = {at: max(map(cell_len, (name, *(row[at] for row in rows)))) for at, name in enumerate(head)}
+    if sum(widths.values()) + between * last > columns:
+        widths = {at: min(widest.get(head[at], columns), width) for at, width in widths.items()}
+    least = min(widths.pop(last), least)
+
+    def left() -> int:
+        return columns - sum(widths.values()) - between * len(widths)
+
+    for name in optional:
+        if name in head and left() < least:
+            del widths[head.index(name)]
+    for at in sorted(widths, key=lambda at: widths[at], reverse=True):
+        widths[at] -= max(0, min(least - left(), widths[at] - _CUT))
+    return {**widths, last: max(0, left())}
 
 
 def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collection[str] = ()) -> str:

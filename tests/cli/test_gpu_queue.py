@@ -12,7 +12,6 @@ from stage.program import Ran, Skyfab
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab.detached.folder import phase_of
 from skyfab.detached.run import Run
 from skyfab.lab import Lab, LabHost
 
@@ -77,7 +76,7 @@ class Queue:
 
         def is_so() -> bool:
             nonlocal found
-            phase = phase_of(self.find(name).parts)
+            phase = self.find(name).phase
             found = f"{phase.phase}: {phase.text}" if phase else "none"
             return re.fullmatch(f"waiting: {pattern}", found) is not None
 
@@ -305,7 +304,7 @@ def test_a_server_waits_for_gpus_keeps_them_when_it_restarts_and_gives_way(queue
     queue.go("next", "night")
 
     def is_ready() -> bool:
-        found = phase_of(queue.find("chat").parts)
+        found = queue.find("chat").phase
         return found is not None and found.phase == "ready"
 
     def served_on() -> list[str]:

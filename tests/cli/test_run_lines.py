@@ -18,7 +18,7 @@ def test_what_frameworks_write_when_they_start_is_not_printed(capsys: pytest.Cap
     lines = [LogLine(host="node1", time=1.0, rank=0, stream="out", text=text) for text in (NOISE, "mine")]
     part = SimpleNamespace(host="node1", about=SimpleNamespace(ranks=(0,)))
     run: Any = SimpleNamespace(parts=[part], world_size=1, lines=lambda **_: iter(lines))
-    runs._print(run, timestamps=False)
+    runs._print(run, runs.LogOptions())
     assert capsys.readouterr().out.splitlines() == ["node1 mine"]
 
 
@@ -29,6 +29,6 @@ def test_a_rank_that_has_failed_while_others_run_is_named(capsys: pytest.Capture
 
     part = SimpleNamespace(host="node1", about=SimpleNamespace(ranks=(0,)))
     run: Any = SimpleNamespace(id="3f2a91c0aa", parts=[part], world_size=2, state="running", lines=lines)
-    runs._print(run, timestamps=False)
+    runs._print(run, runs.LogOptions())
     said = "node2[1] has failed, the other ranks are still running; to stop them: skyfab stop 3f2a91c0"
     assert capsys.readouterr().err.splitlines() == [said]

@@ -41,7 +41,7 @@ def meet(secret: bytes, go: str) -> list[Any]:
             time.sleep(0.01)
         phase.enter("ready")
         head.push({"names": sorted(names.values())})
-    found = channel.pushed(60)
+    found = channel.receive(60)
     while info.is_head and not Path(go + ".end").exists():
         time.sleep(0.01)
     channel.close()

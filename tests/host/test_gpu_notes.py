@@ -20,10 +20,11 @@ def uses() -> list[tuple[str, list[int], str]]:
 
 @pytest.mark.lab
 def test_ranks_note_which_gpus_they_use(hosts_of: Any) -> None:
-    """The first one for all on the host; a rank that is alone, all GPUs. The notes end with the processes."""
+    """Each for all on the host; a rank that is alone, all GPUs. The notes end with the processes."""
     (host,) = hosts_of("openssh", 1, gpus=(3, 5))
     with sky.Compute([host], ui="none") as pool:
-        assert uses() @ pool == [[], [("use", [3, 5], "")]]
+        uses() @ pool  # from now on, both ranks are there
+        assert uses() @ pool == [[("use", [3, 5], "")]] * 2
     with sky.Compute([host], ranks=1, ui="none") as pool:
         assert uses() @ pool == [[]]
         assert uses() >> pool == [("use", [3, 5], "")]

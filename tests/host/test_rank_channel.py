@@ -66,9 +66,9 @@ def test_requests_of_ranks_are_answered_and_pushes_arrive(star: Star) -> None:
     assert star.head.ranks == {0, 1, 2, 3}
     star.head.push({"start": 1})
     star.head.push({"stop": 2}, 3)
-    assert [rank.pushed(10) for rank in ranks] == [{"start": 1}] * 4
-    assert ranks[3].pushed(10) == {"stop": 2}
-    assert ranks[0].pushed(0.05) is None
+    assert [rank.receive(10) for rank in ranks] == [{"start": 1}] * 4
+    assert ranks[3].receive(10) == {"stop": 2}
+    assert ranks[0].receive(0.05) is None
     star.head.push({"nobody": 0}, 9)
 
 
@@ -94,21 +94,6 @@ def test_a_request_that_waits_delays_no_other_rank() -> None:
         assert found == [{"for": 1}]
     finally:
         star.close()
-
-
-def test_threads_of_a_rank_take_turns(star: Star) -> None:
-    rank = star.rank(0)
-    found: list[bool] = []
-
-    def ask(number: int) -> None:
-        found.extend(rank.request({"number": number})["number"] == number for _ in range(50))
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20)
-    assert found == [True] * 400
 
 
 def test_a_wrong_secret_is_refused_by_both_ends(star: Star) -> None:
@@ -225,7 +210,7 @@ def test_rank_0_notices_a_rank_that_goes(star: Star) -> None:
     until(lambda: star.gone == [1])
     assert star.head.ranks == {0, 2}
     star.head.push({"after": "that"})
-    assert ranks[2].pushed(10) == {"after": "that"}
+    assert ranks[2].receive(10) == {"after": "that"}
     again = star.rank(1)
     assert again.request({}) == {"rank": 1}
 
@@ -255,7 +240,7 @@ def test_the_loss_of_rank_0_is_noticed_by_all(star: Star) -> None:
 
     def wait(rank: Channel) -> None:
         try:
-            rank.pushed()
+            rank.receive()
         except ChannelLost as error:
             waiting.append(str(error))
 

@@ -80,4 +80,4 @@ def test_what_a_rank_was_started_with_says_which_gpus_it_uses(tmp_path: Path, mo
     gpu_locks.note_rank({"env": {}, "info": {**info, "local_rank": 1}, "run": ""})
     gpu_locks.note_rank({"env": {gpu_locks.QUEUED: "1"}, "info": info, "run": ""})
     gpu_locks.note_rank({"env": {"CUDA_VISIBLE_DEVICES": "GPU-8a,"}, "info": info, "run": "/none"})
-    assert noted == [([0, 1], "night"), ([4, 6], ""), ([0, 1, 2], "")]
+    assert noted == [([0, 1], "night"), ([4, 6], ""), ([0, 1, 2], ""), ([0, 1], "")]

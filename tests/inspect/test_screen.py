@@ -15,7 +15,7 @@ from skyfab.inspect.survey import Gpu, GpuProcess, Survey
 from skyfab.inspect.top.fullscreen import decode
 from skyfab.inspect.top.monitor import Seen
 from skyfab.inspect.top.snapshot import Snapshot, snapshot
-from skyfab.inspect.top.view import Action, View, panes, wrap
+from skyfab.inspect.top.view import Action, View, panes
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 
@@ -211,31 +211,6 @@ def test_logs_stacks_and_stop() -> None:
     over = made([seen("node1", parts=(part(1, "node1", state="done"),))])
     assert pressed(over, "tab", "x")[0].note.endswith("has already ended")
     assert [pressed(found, key)[1] for key in "q?"] == [Action("quit"), Action("help")]
-
-
-def test_a_text_is_followed_until_one_scrolls_up() -> None:
-    found, text, view = crowd(), [f"line {n}" for n in range(100)], View()
-    view.open("log", follow=True)
-
-    def last(key: str = "") -> str:
-        """The last line of the text on the screen, after a key, when the text has grown by a line."""
-        assert view.press(key, found, 12, len(text)) is None
-        text.append(f"line {len(text)}")
-        return plain(view.text(text, 20, 12))[-2].rstrip()
-
-    assert last() == "line 100"
-    assert last("up") == "line 99"
-    assert last() == "line 99", "it stays there"
-    assert last("end") == "line 103"
-    assert last("home") == "line 9"
-    assert last("pagedown") == "line 19"
-    assert view.press("q", found, 12, len(text)) == Action("close") and not view.title
-
-
-def test_long_lines_of_a_text_are_wrapped() -> None:
-    assert [wrap(text, 5) for text in ("node1", "node12", "ノード", "")] == [
-        *(["node1"], ["node1", "2"], ["ノー", "ド"], [""])
-    ]
 
 
 def test_keys_as_terminals_send_them() -> None:

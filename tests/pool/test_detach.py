@@ -11,7 +11,6 @@ import pytest
 import skyfab as sky
 from skyfab.pool.detach import Detacher
 from skyfab.pool.node import Node
-from skyfab.session.connection import Connection
 
 
 @pytest.fixture
@@ -83,17 +82,3 @@ def test_a_run_that_cannot_be_sent_is_an_error(pool: sky.Compute, monkeypatch: p
     assert [str(error) for error in caught.value.exceptions] == ["here1: gone", "here2: gone"]
     with pytest.raises(sky.HostLost, match="here1: gone"):
         pool.launch(wait_for("/"), on="here1")
-
-
-def test_a_run_that_not_every_host_has_received_runs_nowhere(
-    pool: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def settle(connection: Connection) -> None:
-        asked.append(connection)
-        if len(asked) == 2:
-            raise sky.HostLost("cut", host="here2")
-
-    asked: list[Connection] = []
-    monkeypatch.setattr(Connection, "settle", settle)
-    with pytest.raises(sky.HostLost, match="here2: cut"):
-        pool.launch(wait_for(str(tmp_path / "never")))

@@ -127,16 +127,18 @@ def last_line(logs: str) -> str:
         files = sorted(os.scandir(logs), key=lambda file: (-file.stat().st_mtime_ns, file.name))
     except OSError:
         return ""
-    for file in files:
-        try:
-            with open(file.path, "rb") as log:
-                log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL))
-                lines = log.read(_TAIL).replace(b"\0", b"").split(b"\n")
-        except OSError:
-            continue
-        if line := next((line for line in reversed(lines) if line), b""):
-            return line.decode(errors="replace")
-    return ""
+    return next((line for file in files if (line := end_of_log(file.path))), "")
+
+
+def end_of_log(path: str) -> str:
+    """The last line of a log that is not empty."""
+    try:
+        with open(path, "rb") as log:
+            log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL))
+            lines = log.read(_TAIL).replace(b"\0", b"").decode(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line for line in reversed(lines) if line.strip()), "")
 
 
 def content(cache: str, *, run: str, name: str, start: int = 0) -> Iterator[Any]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from skyfab import context
 from skyfab.errors import SkyfabError
+from skyfab.host import phase
 from skyfab.host.agent.join import SOCKET, VERSIONS
 from skyfab.host.agent.worker import Worker
 
@@ -91,6 +92,7 @@ class Stay:
         from skyfab.host.device import worker  # it imports torch, which may take longer than the worker waits
 
         self._holder = about["holder"]
+        phase.enter("in use")
         self._say(f"in use by {self._holder}: {self._contents()}")
         worker.begin(about["device"], self._device)
         attached = _AttachedWorker(self, fds[0], fds[1], about)
@@ -100,6 +102,7 @@ class Stay:
             attached.serve()
         finally:  # it may have ended while a reply was sent
             attached.flush()
+            phase.leave()
             with contextlib.suppress(RuntimeError):
                 self.restore()  # what is not kept is freed, wherever it is
             self._write_to(self._output)

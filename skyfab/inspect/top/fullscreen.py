@@ -10,7 +10,8 @@ import signal
 import sys
 import termios
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Final
 
 from skyfab.ui.prompt import TERMINAL
@@ -56,6 +57,7 @@ class FullScreen:
         self._fd = sys.stdin.fileno()
         self._before: list[Any] = []
         self._drawn: tuple[str, float] = ("", 0.0)
+        self._enter = _ENTER
 
     def __enter__(self) -> FullScreen:
         self._before = termios.tcgetattr(self._fd)
@@ -65,7 +67,7 @@ class FullScreen:
         mode[6][termios.VSUSP] = bytes([os.fpathconf(self._fd, "PC_VDISABLE")])  # a key like others: see `keys`
         try:
             termios.tcsetattr(self._fd, termios.TCSADRAIN, mode)
-            put(sys.stdout, _ENTER)
+            put(sys.stdout, self._enter)
         except BaseException:
             self.__exit__()
             raise
@@ -77,6 +79,18 @@ class FullScreen:
             put(sys.stdout, _LEAVE)
         finally:
             termios.tcsetattr(self._fd, termios.TCSADRAIN, self._before)
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Shows the terminal's own screen in the block, for text that scrolls; keys are still read."""
+        put(sys.stdout, _LEAVE)
+        self._enter = ""
+        try:
+            yield
+        finally:
+            self._enter = _ENTER
+            self._drawn = ("", 0.0)
+            put(sys.stdout, _ENTER)
 
     @property
     def size(self) -> tuple[int, int]:

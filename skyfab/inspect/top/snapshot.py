@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from skyfab._util.sizes import counted
-from skyfab.detached.folder import Part, phase_of
+from skyfab.detached.folder import Part
 from skyfab.detached.run import Run, runs_of
+from skyfab.host.gpu_locks import age
 from skyfab.inspect.columns import NAMES, cells
 from skyfab.inspect.top.monitor import Seen
 from skyfab.inventory.inventory import Inventory
@@ -18,18 +19,8 @@ HOSTS: Final = ("host", "address", *NAMES)
 RUNS: Final = ("run", "state", "age", "ranks", "hosts", "name", "last line")
 _ORDER: Final = ("running", "unreachable", "lost")
 """States of the runs that are shown first."""
-_UNITS: Final = (("d", 86400), ("h", 3600), ("min", 60))
 _LATE: Final = 3.0
 """A host is late if it has not answered for this many seconds more than the pause between two questions."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """A host or a run, with its cells."""
-
-    key: str
-    """The name of the host or the id of the run."""
-    cells: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,14 +28,16 @@ class Snapshot:
     """All rows, and the line above them."""
 
     summary: str
-    hosts: tuple[Row, ...]
-    runs: tuple[Row, ...]
+    hosts: dict[str, tuple[str, ...]]
+    """The cells of each host, by its name."""
+    runs: dict[str, tuple[str, ...]]
+    """The cells of each run, by its id."""
     found: dict[str, Run]
     """The runs by id."""
 
     def run_on(self, host: str) -> str | None:
         """The id of the first run that is on a host."""
-        return next((row.key for row in self.runs if host in self.found[row.key].hosts), None)
+        return next((run for run in self.runs if host in self.found[run].hosts), None)
 
 
 def snapshot(seen: Sequence[Seen], inventory: Inventory, *, every: float, clock: float, now: float) -> Snapshot:
@@ -56,8 +49,8 @@ def snapshot(seen: Sequence[Seen], inventory: Inventory, *, every: float, clock:
     found.sort(key=lambda run: _ORDER.index(run.state) if run.state in _ORDER else len(_ORDER))  # stable: latest first
     return Snapshot(
         summary=_summary(seen, [_condition(one, every, clock) for one in seen], found),
-        hosts=tuple(Row(one.host.name, _host_cells(one, every, clock)) for one in seen),
-        runs=tuple(Row(run.id, _run_cells(run, now)) for run in found),
+        hosts={one.host.name: _host_cells(one, every, clock) for one in seen},
+        runs={run.id: _run_cells(run, now) for run in found},
         found={run.id: run for run in found},
     )
 
@@ -114,22 +107,7 @@ def _state(one: Seen, ready: str, every: float, clock: float) -> str:
 
 
 def _run_cells(run: Run, now: float) -> tuple[str, ...]:
-    phase = phase_of(run.parts) if run.state == "running" else None
-    made = (
-        run.id[:8],
-        phase.phase if phase else run.state,
-        age(max(0.0, now - run.started)),
-        str(run.world_size),
-        ", ".join(run.hosts),
-        run.name,
-        phase.text or run.last if phase else run.last,
-    )
+    state, last = run.summary
+    since = age(max(0.0, now - run.started))
+    made = (run.id[:8], state, since, str(run.world_size), ", ".join(run.hosts), run.name, last)
     return tuple(clean(cell, colour=False).expandtabs() for cell in made)
-
-
-def age(seconds: float) -> str:
-    """
-    >>> age(3.2), age(75), age(7200), age(200_000)
-    ('3 s', '1 min', '2 h', '2 d')
-    """
-    return next((f"{seconds / size:.0f} {unit}" for unit, size in _UNITS if seconds >= size), f"{seconds:.0f} s")

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from skyfab._util.sizes import counted
-from skyfab.inspect.top.snapshot import HOSTS, RUNS, Row, Snapshot
+from skyfab.inspect.top.snapshot import HOSTS, RUNS, Snapshot
+from skyfab.ui.table import column_widths
 
-Wish = Literal["log", "stacks", "stop", "help", "close", "quit"]
+Wish = Literal["log", "stacks", "stop", "help", "quit"]
 
 HELP: Final = (
     "↑ ↓ or k j    the host or run above or below",
@@ -23,7 +24,6 @@ HELP: Final = (
     "Ctrl-C        quit",
 )
 _KEYS: Final = "↑↓ select  Tab runs  l log  s stacks  x stop  ? keys  q quit"
-_TEXT_KEYS: Final = "q back  ↑↓ PgUp PgDn scroll  End follow"
 _MOVES: Final = {"up": -1, "k": -1, "down": 1, "j": 1}
 _PAGES: Final = {"pageup": -1, "pagedown": 1, " ": 1}
 _FRAME: Final = 3
@@ -33,7 +33,7 @@ _OPTIONAL: Final = ("address", "system", "python", "disk", "CPUs", "memory", "lo
 """Columns that a narrow screen does without, the first of them first."""
 _WIDEST: Final = {"host": 24, "GPUs": 80, "hosts": 24, "name": 24}
 _LEAST: Final = 20
-"""Columns for the last cell at least; on a wide screen a third of it, if that is needed."""
+"""Columns of the last cell, at least; on a wide screen a third of it, if that is needed."""
 _BETWEEN: Final = 2
 _BOLD, _BAR, _PLAIN = "\x1b[1m", "\x1b[7m", "\x1b[0m"
 
@@ -52,17 +52,13 @@ class View:
 
     selected: str = ""
     """The name of a host or the id of a run."""
-    title: str = ""
-    """Of the text that is shown instead: a log, stacks or the help."""
-    top: int | None = None
-    """The first line of the text that is shown; None: its end, also when it grows."""
     stopping: str = ""
     """The id of the run of which is asked whether to stop it."""
     note: str = ""
     """Shown in the last line until the next key."""
 
-    def press(self, key: str, now: Snapshot, lines: int, length: int = 0) -> Action | None:
-        """What is to be done after a key on a screen with this number of lines. A text has `length` lines."""
+    def press(self, key: str, now: Snapshot, lines: int) -> Action | None:
+        """What is to be done after a key on a screen with this number of lines."""
         self.note = ""
         if self.stopping:
             run, self.stopping = self.stopping, ""
@@ -70,8 +66,6 @@ class View:
                 return Action("stop", run)
             self.note = "not stopped"
             return None
-        if self.title:
-            return self._scroll(key, lines - 2, length)
         if key in ("q", "?"):
             return Action("quit" if key == "q" else "help")
         if key == "s":
@@ -83,8 +77,7 @@ class View:
 
     def _at(self, now: Snapshot) -> str:
         """What is selected; the first host, if that is gone."""
-        rows = [*now.hosts, *now.runs]
-        return self.selected if any(row.key == self.selected for row in rows) else rows[0].key
+        return self.selected if self.selected in {**now.hosts, **now.runs} else next(iter(now.hosts))
 
     def _ask(self, key: str, now: Snapshot) -> Action | None:
         name = self._at(now)
@@ -102,7 +95,7 @@ class View:
         return None
 
     def _move(self, key: str, now: Snapshot, lines: int) -> None:
-        keys = [row.key for row in (*now.hosts, *now.runs)]
+        keys = [*now.hosts, *now.runs]
         at = keys.index(self._at(now))
         is_run = at >= len(now.hosts)
         if key == "tab":
@@ -112,22 +105,6 @@ class View:
         else:
             at += _MOVES.get(key, 0) + max(1, panes(now, lines)[is_run]) * _PAGES.get(key, 0)
         self.selected = keys[min(max(at, 0), len(keys) - 1)]
-
-    def open(self, title: str, *, follow: bool) -> None:
-        """Shows a text; its end, if it is followed."""
-        self.title, self.top = title, None if follow else 0
-
-    def _scroll(self, key: str, room: int, length: int) -> Action | None:
-        if key in ("q", "escape", "left"):
-            self.title = ""
-            return Action("close")
-        last = max(0, length - room)
-        if key in ("home", "end"):
-            self.top = 0 if key == "home" else None
-        elif step := _MOVES.get(key, 0) + room * _PAGES.get(key, 0):
-            top = max(0, (last if self.top is None else self.top) + step)
-            self.top = top if top < last else None
-        return None
 
     # ---- the lines of the screen, each in its full width
 
@@ -142,25 +119,21 @@ class View:
             return _with_keys(made, f"stop {self.stopping[:8]} on {hosts}? y/n", columns, lines)
         return _with_keys(made, self.note or _KEYS, columns, lines)
 
-    def text(self, text: Sequence[str], columns: int, lines: int) -> list[str]:
-        """A text, of which each line fits."""
-        last = max(0, len(text) - (lines - 2))
-        top = last if self.top is None else min(self.top, last)
-        shown = [_fill(line, columns) for line in text[top : top + lines - 2]]
-        return _with_keys(
-            [_BOLD + _fill(self.title, columns) + _PLAIN, *shown], self.note or _TEXT_KEYS, columns, lines
-        )
-
-    def _table(self, head: Sequence[str], rows: Sequence[Row], now: Snapshot, columns: int, room: int) -> list[str]:
+    def _table(
+        self, head: Sequence[str], rows: Mapping[str, Sequence[str]], now: Snapshot, columns: int, room: int
+    ) -> list[str]:
         selected = self._at(now)
-        at = next((at for at, row in enumerate(rows) if row.key == selected), 0)
+        names = list(rows)
+        at = names.index(selected) if selected in rows else 0
         top = max(0, min(at - room // 2, len(rows) - room))
-        widths = column_widths(head, rows, columns)
+        least = max(_LEAST, columns // 3)
+        cells = [*rows.values()]
+        widths = column_widths(head, cells, columns, optional=_OPTIONAL, widest=_WIDEST, least=least, between=_BETWEEN)
         where = f" {top + 1}–{top + room} of {len(rows)}" if room < len(rows) else ""
         made = [_BOLD + _fill(_line(head, head, widths).rstrip(), columns - len(where)) + where + _PLAIN]
-        for row in rows[top : top + room]:
-            line = _fill(_line(head, row.cells, widths), columns)
-            made.append(_BAR + line + _PLAIN if row.key == selected else line)
+        for name in names[top : top + room]:
+            line = _fill(_line(head, rows[name], widths), columns)
+            made.append(_BAR + line + _PLAIN if name == selected else line)
         return made
 
 
@@ -180,28 +153,6 @@ def _with_keys(made: Sequence[str], keys: str, columns: int, lines: int) -> list
     return [*made[: lines - 1], *blank, _BAR + _fill(keys, columns) + _PLAIN]
 
 
-def column_widths(head: Sequence[str], rows: Sequence[Row], columns: int) -> dict[int, int]:
-    """How many columns each cell takes, by its place; those that are left out are missing."""
-    from rich.cells import cell_len
-
-    widths = {
-        at: min(_WIDEST.get(name, columns), max(map(cell_len, (name, *(row.cells[at] for row in rows)))))
-        for at, name in enumerate(head)
-    }
-    last = len(head) - 1
-    least = min(widths.pop(last), max(_LEAST, columns // 3))
-
-    def left() -> int:
-        return columns - sum(widths.values()) - _BETWEEN * len(widths)
-
-    for name in _OPTIONAL:
-        if name in head and left() < least:
-            del widths[head.index(name)]
-    for at in sorted(widths, key=lambda at: widths[at], reverse=True):  # still too wide: the widest ones are cut
-        widths[at] -= max(0, min(least - left(), widths[at] - 8))
-    return {**widths, last: max(0, left())}
-
-
 def _line(head: Sequence[str], cells: Sequence[str], widths: dict[int, int]) -> str:
     made = [_fill(cells[at], columns, right=head[at] in _RIGHT) for at, columns in widths.items()]
     return (" " * _BETWEEN).join(made)
@@ -215,10 +166,3 @@ def _fill(text: str, columns: int, *, right: bool = False) -> str:
     if size > columns:
         return set_cell_size(set_cell_size(text, columns - 1) + "…", columns)
     return " " * (columns - size) + text if right else text + " " * (columns - size)
-
-
-def wrap(text: str, columns: int) -> list[str]:
-    """The text in lines of this number of columns at most."""
-    from rich.cells import cell_len, chop_cells
-
-    return [text] if cell_len(text) <= columns else chop_cells(text, columns)

@@ -225,8 +225,9 @@ class Resolver:
                     if "+" not in packages.get("torch", ""):
                         break  # an index such as PyPI: older versions are built for the same devices
                     excluded += [f"{name}!={packages[name]}" for name in wrong]
-            except UvFailed:
-                continue
+            except UvFailed as failed:
+                if not re.search(r"\btorch", str(failed)):
+                    raise  # another package is the reason: no other source of torch helps
         return ""
 
     def _suits(self, name: str, packages: Mapping[str, str], *, large: bool) -> bool:
@@ -270,8 +271,10 @@ class Resolver:
         if hidden:
             try:
                 needed = hidden & self._reached(self._compile(also=hidden, form="requirements.txt", **how))
-            except UvFailed:
-                pass  # one that is not needed may not exist for this target
+            except UvFailed as failed:
+                if failed.is_offline:
+                    raise  # uv has tried it several times
+                # else one that is not needed may not exist for this target
         while True:
             try:
                 text = self._compile(also=needed, **how)
@@ -281,7 +284,7 @@ class Resolver:
                     return text
             except UvFailed as failed:
                 more = {name for name in hidden - needed if re.search(_WORD.format(name), str(failed))}
-                if not more:
+                if failed.is_offline or not more:
                     raise
             needed |= more
 

@@ -49,8 +49,8 @@ class UvFailed(Exception):
     @property
     def is_offline(self) -> bool:
         """Whether an index did not answer."""
-        text = str(self)
-        return bool(re.search(r"failed to lookup address|onnection (refused|reset)|unreachable|timed out", text))
+        reasons = r"failed to lookup address|onnection (refused|reset)|unreachable|[Nn]o route|timed out"
+        return re.search(reasons, str(self)) is not None
 
     @property
     def hint(self) -> str:

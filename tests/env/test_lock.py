@@ -418,6 +418,15 @@ def test_an_index_that_is_down(index: Index, monkeypatch: pytest.MonkeyPatch) ->
     assert "hidden" not in str(caught.value)
 
 
+def test_an_index_that_is_down_is_asked_once(index: Index, private: Index, counted: Counted) -> None:
+    """Each attempt of uv takes 20 s if nothing answers at its address."""
+    index.add("app", "1.0", requires=["inner"])
+    private.close()
+    with pytest.raises(LockError, match=r"(?s)^cannot reach an index.*Connection refused"):
+        lock_of("app", scoped=(PipIndex(private.url, ("inner",)),))
+    assert counted.resolutions == 1
+
+
 def test_a_cache_of_uv_that_is_full_is_said_to_be_so() -> None:
     said = "Failed to write to the client cache\ncause: failed to write to file `/c/x`: No space left on device"
     assert uv.UvFailed(said).hint.startswith("uv's cache on this machine is full: uv cache prune")
@@ -554,6 +563,13 @@ def test_also_where_torch_only_comes_along(links: Path, index: Index) -> None:
     torch_wheel(links, "2.13.0+cpu")
     index.add("trainer", "1.0", requires=["torch>=2"])
     assert chosen(lock_of("trainer")) == {"trainer": "1.0", "torch": "2.13.0+cpu"}
+
+
+def test_beside_torch_a_package_that_does_not_exist_is_named(links: Path, index: Index, counted: Counted) -> None:
+    torch_wheel(links, "2.13.0+cpu")
+    with pytest.raises(LockError, match=r"(?s)^no version of nosuch found.*is the name spelled correctly"):
+        lock_of("torch", "nosuch")
+    assert "--torch-backend" not in counted.notes.read_text()
 
 
 def test_versions_asked_for_hold_for_builds_too(links: Path) -> None:

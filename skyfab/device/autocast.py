@@ -9,6 +9,7 @@ import torch
 
 from skyfab.device import composite_ops
 from skyfab.device.tensors import TYPE, is_plain, is_remote
+from skyfab.host.device import composite_host
 
 _LOWER: Final = frozenset(
     (
@@ -52,10 +53,8 @@ def register() -> list[torch.library.Library]:
     for full in torch._C._dispatch_get_registrations_for_dispatch_key("AutocastCUDA"):
         name = full.removeprefix("aten::")
         if name != full and name not in _PROMOTED:
-            base, _, overload = name.partition(".")
-            op = getattr(getattr(torch.ops.aten, base), overload or "default")
             is_lower = name in _LOWER or name.lstrip("_").startswith("conv")
-            kernel = _casting(op, lower=is_lower)
+            kernel = _casting(composite_host.operator(name), lower=is_lower)
             library.impl(name, _casting_linear(kernel) if name == "linear" else kernel, "AutocastPrivateUse1")
     return [rest, library]
 

@@ -15,20 +15,11 @@ import torch
 from torch.utils import backend_registration
 
 from skyfab._util.signals import SIGNAL_GUARD, without_signals
-from skyfab.device import (
-    after_error,
-    autocast,
-    batches,
-    composite_ops,
-    manual_kernels,
-    patches,
-    sparse,
-    torch_compile,
-    torch_sky,
-)
+from skyfab.device import autocast, composite_ops, manual_kernels, patches, sparse, torch_compile, torch_sky
 from skyfab.device.kernels import make_kernel
 from skyfab.device.tensors import TYPE
 from skyfab.errors import UsageError
+from skyfab.host.device import composite_host
 
 _OWN_WAY: Final = frozenset(
     (
@@ -124,7 +115,6 @@ def register() -> None:
     _libraries.extend(autocast.register())
     patches.apply()
     torch_compile.apply()
-    batches.on_error.append(after_error.forget)
 
 
 def _operators(own: dict[str, Callable[..., Any]]) -> list[tuple[str, Any]]:
@@ -136,7 +126,7 @@ def _operators(own: dict[str, Callable[..., Any]]) -> list[tuple[str, Any]]:
         base, _, overload = name.partition(".")
         if name == full or name in own or base in _OWN_WAY:
             continue
-        op = getattr(getattr(torch.ops.aten, base), overload or "default")
+        op = composite_host.operator(name)
         is_composed = has(full, "CompositeImplicitAutograd") and not has(full, "CPU")
         if is_composed or torch.Tag.inplace_view in op.tags:
             continue

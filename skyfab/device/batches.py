@@ -34,13 +34,6 @@ autograd has recorded."""
 
 observers: Final[list[Any]] = []
 """The profiles (profile.py) that count what all streams do."""
-on_error: Final[list[Callable[[Sequence[Sequence[Any]]], None]]] = []
-"""Called with the instructions that hosts have not executed because of an error, when that is raised."""
-
-
-def report_skipped(skipped: Sequence[Entry]) -> None:
-    for call in on_error:
-        call([entry[0] for entry in skipped])
 
 
 class Batch:
@@ -89,7 +82,10 @@ class Batch:
         if "memory" in text and isinstance(found.get("free"), int) and isinstance(found.get("total"), int):
             text += f" ({found['free'] / 2**30:.1f} GiB free of {found['total'] / 2**30:.1f})"
         called = f"{op or 'an operation'}({shapes})" + (f" at {line}" if line else "")
-        own = "import a module of your own before compute.device(…); for a package: Image(pip=[…])"
+        own = (
+            "the device has the project as it was when compute.device(…) opened it: for a module of your own that was "
+            "imported later, close the pool and open it again; for a package: Image(pip=[…])"
+        )
         hint = own if found.get("kind") == "ModuleNotFoundError" else None
         return DeviceError.of(str(found.get("kind")), f"{called} failed: {text}", host=host, hint=hint)
 
@@ -109,8 +105,8 @@ class Batch:
                 self.buffers = buffers[1:]
             except SkyfabError as broken:
                 error = broken
-        elif isinstance(message, messages.Raised) and message.kind == "skyfab.errors.UsageError":
-            error = UsageError(message.text)  # the worker could not join a device that stays
+        elif isinstance(message, messages.Raised) and message.unfit:
+            error = UsageError(message.text)
         elif isinstance(message, messages.Raised):
             error = self._stream.worker_died(f"{message.kind}: {message.text}", self.entries)
         elif isinstance(message, messages.Ended):

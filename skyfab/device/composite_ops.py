@@ -182,7 +182,7 @@ def _composite(op: Any) -> Callable[..., Any]:
             *results, handle = call("composite", [list(inputs), spec, wanted], outputs, device)
             return results, handle
 
-        result = HostGraph.apply(forward, *found)
+        result = KeptGraph.apply(forward, *found)
         return result if len(op._schema.returns) > 1 else result[0]
 
     return kernel
@@ -211,7 +211,7 @@ def _like_devices(op: Any, result: Any) -> Any:
     return result
 
 
-class HostGraph(torch.autograd.Function):  # type: ignore[misc]
+class KeptGraph(torch.autograd.Function):  # type: ignore[misc]
     """A function of tensors whose autograd graph the host keeps.
 
     It is called with the inputs, and for which of them a gradient is wanted. Returns the results, and a handle.
@@ -253,7 +253,7 @@ def _differentiable_gradients(
         *results, again = call("backward_again", arguments, outputs, handle.device, shapes)
         return results, again
 
-    found: Sequence[torch.Tensor] = HostGraph.apply(forward, *inputs, *(grad for grad in grads if grad is not None))
+    found: Sequence[torch.Tensor] = KeptGraph.apply(forward, *inputs, *(grad for grad in grads if grad is not None))
     return found
 
 

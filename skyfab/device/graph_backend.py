@@ -8,6 +8,7 @@ read from Dynamo's fake tensors.
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
@@ -18,8 +19,7 @@ from torch.fx.node import map_aggregate
 from skyfab.device import remote_functions, tensors
 from skyfab.device.tensors import TYPE, is_remote
 from skyfab.errors import UsageError
-from skyfab.host.device import graph_host, wire
-from skyfab.protocol.blobs import name_of
+from skyfab.host.device import graph_host
 
 _OURS: Final = re.compile(rf"{TYPE}(:\d+)?")
 _THERE: Final = ("inductor", "eager")
@@ -28,24 +28,30 @@ _CHECKPOINT: Final = torch.ops.higher_order.tag_activation_checkpoint
 
 def backend(
     module: torch.fx.GraphModule,
-    _: Sequence[Any],
+    inputs: Sequence[Any],
     mode: str | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> Callable[..., Any]:
     """``torch.compile(…, backend="sky")``: what compiles a graph of Dynamo.
 
-    Options are those of Inductor, and ``"there"``: "inductor", or "eager" to execute graphs as they are.
+    Options are those of Inductor, and ``"there"``: "inductor", or "eager" to execute graphs as they are. A graph
+    without remote tensors is compiled here.
     """
     from torch._inductor import list_mode_options
 
-    return compile_graph(module, {**(list_mode_options(mode) if mode else {}), **(options or {})})
+    found = {"there": _THERE[0], **(list_mode_options(mode) if mode else {}), **(options or {})}
+    if is_remote_graph(module):
+        return compile_graph(module, found)
+    from torch._inductor.compile_fx import compile_fx
+
+    del found["there"]
+    return compile_fx(module, inputs, config_patches=found)  # type: ignore[no-any-return]
 
 
 def compile_graph(module: torch.fx.GraphModule, options: Mapping[str, Any]) -> Callable[..., Any]:
     """A function that executes a graph on its device. Raises UsageError for invalid options."""
-    found = {"there": _THERE[0], **options}
-    if found["there"] not in _THERE:
-        raise UsageError(f"invalid option there={found['there']!r}: expected {' or '.join(map(repr, _THERE))}")
+    if options["there"] not in _THERE:
+        raise UsageError(f"invalid option there={options['there']!r}: expected {' or '.join(map(repr, _THERE))}")
     about = _Analysis(module)
     if about.obstacle:
         for index in about.devices:
@@ -53,7 +59,7 @@ def compile_graph(module: torch.fx.GraphModule, options: Mapping[str, Any]) -> C
                 index, f"a part of a compiled function runs operator by operator: {about.obstacle}"
             )
         return module.forward  # type: ignore[no-any-return]
-    return _RemoteGraph(module, about, found)
+    return _RemoteGraph(module, about, options)
 
 
 def is_remote_graph(module: torch.fx.GraphModule) -> bool:
@@ -205,7 +211,7 @@ class _RemoteGraph:
             graph = _Packed(self._module, self._about.lifted, stream.device)
             is_tensor = [isinstance(value, torch.Tensor) for value in self._about.inputs]
             written = {sum(is_tensor[:at]) for at in self._about.written}
-            made = _Call(
+            made = functools.partial(
                 graph_host.HostGraph,
                 graph,
                 stream.device,
@@ -214,21 +220,9 @@ class _RemoteGraph:
                 self._about.is_dynamic,
                 self._options,
             )
-            packed = remote_functions.pack(stream, made, tensors.streams)
-            self._digest = name_of(packed.data, *packed.buffers)
-            stream.ask([wire.MODULE, self._digest], memoryview(packed.data), *packed.buffers).value()
+            self._digest = remote_functions.send_module(stream, made)
             self._stream = stream
         return self._digest
-
-
-class _Call:
-    """Is unpickled as the result of a call."""
-
-    def __init__(self, function: Callable[..., Any], *args: Any) -> None:
-        self._call = (function, args)
-
-    def __reduce__(self) -> Any:
-        return self._call
 
 
 class _Packed:

@@ -212,7 +212,7 @@ def call_module(known: dict[Any, Any], key: Any, spec: Any, found: Sequence[torc
         locations = known[key][1]
         return [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in locations], handle
 
-    results = composite_ops.HostGraph.apply(call, *found)
+    results = composite_ops.KeptGraph.apply(call, *found)
     return composite_host.fill_in(known[key][2], results)
 
 
@@ -241,7 +241,7 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         return call_module(self._known, key, spec, found, device)
 
     def _on_host(self, device: torch.device, names: tuple[Any, ...]) -> str:
-        """Sends the module without its tensors, unless the host has it as it is now. Returns its digest.
+        """Sends the module, unless the host has it as it is now. Returns its digest.
 
         Raises UsageError if it changes all the time.
         """
@@ -254,10 +254,16 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
                     hint="pass what changes as an argument of forward, or keep it in a buffer",
                 )
             stream = tensors.streams[device.index]
-            packed = pack(stream, _Skeleton(self.module), tensors.streams)
-            self._digests[state] = digest = name_of(packed.data, *packed.buffers)
-            stream.ask([wire.MODULE, digest], memoryview(packed.data), *packed.buffers).value()
+            self._digests[state] = send_module(stream, self.module)
         return self._digests[state]
+
+
+def send_module(stream: DeviceStream, module: Any) -> str:
+    """Sends a module, or a function that makes it on the host. Returns its digest."""
+    packed = pack(stream, module, tensors.streams)
+    digest = name_of(packed.data, *packed.buffers)
+    stream.ask([wire.MODULE, digest], memoryview(packed.data), *packed.buffers).value()
+    return digest
 
 
 def _plain(part: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
@@ -273,24 +279,6 @@ def _plain(part: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
 
 def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
-
-
-class _Skeleton:
-    """Pickles a module with tensors on the meta device instead of its own."""
-
-    def __init__(self, module: torch.nn.Module) -> None:
-        self._module = module
-
-    def __reduce__(self) -> Any:
-        import copy
-
-        memo: dict[int, Any] = {}
-        for tensor in (*self._module.parameters(), *self._module.buffers()):
-            meta = to_meta(tensor.detach())
-            memo[id(tensor)] = (
-                torch.nn.Parameter(meta, tensor.requires_grad) if isinstance(tensor, torch.nn.Parameter) else meta
-            )
-        return composite_host.itself, (copy.deepcopy(self._module, memo),)
 
 
 def _device_of(own: Sequence[torch.Tensor]) -> torch.device:

@@ -17,13 +17,10 @@ from skyfab.device.tensors import TYPE, is_remote
 def apply() -> None:
     """Changes PyTorch's own functions, once."""
     inductor, others = torch._TorchCompileInductorWrapper, torch._TorchCompileWrapper
-    inductor.there = "inductor"
     inductor.__init__ = _preparing(inductor.__init__)
     others.__init__ = _preparing(others.__init__)
-    inductor.apply_options = _with_own_option(inductor.apply_options)
-    inductor.__eq__ = _equal_own_option(inductor.__eq__)
     inductor.__call__ = _chosen(inductor.__call__)
-    torch.compile = _with_mode(torch.compile)
+    torch.compile = _with_own_option(torch.compile)
     if "torch._dynamo" in sys.modules:  # something was compiled before the device was opened
         _prepare()
 
@@ -50,11 +47,16 @@ def _prepare() -> None:
     OptimizerVariable._set_capturable = _capturable(OptimizerVariable._set_capturable)
 
 
-def _with_mode(original: Any) -> Any:
-    """A mode stands for options of Inductor, and PyTorch takes one or the other: "there" may be given with a mode."""
+def _with_own_option(original: Any) -> Any:
+    """Inductor refuses the option "there": with it, the backend is that of remote devices.
+
+    It may be given with a mode, which stands for options of Inductor: PyTorch takes a mode or options.
+    """
 
     @functools.wraps(original)
     def compiled(*args: Any, mode: Any = None, options: Any = None, **kwargs: Any) -> Any:
+        if options and "there" in options and kwargs.get("backend") in (None, "inductor"):
+            kwargs["backend"] = TYPE
         if mode is not None and options and set(options) == {"there"}:
             from torch._inductor import list_mode_options
 
@@ -62,29 +64,6 @@ def _with_mode(original: Any) -> Any:
         return original(*args, mode=mode, options=options, **kwargs)
 
     return compiled
-
-
-def _with_own_option(original: Any) -> Any:
-    """The option "there" is not one of Inductor's."""
-
-    @functools.wraps(original)
-    def apply_options(self: Any, options: Any) -> None:
-        if options and "there" in options:
-            self.there = options["there"]
-            options = {name: value for name, value in options.items() if name != "there"}
-        original(self, options)
-
-    return apply_options
-
-
-def _equal_own_option(original: Any) -> Any:
-    """Dynamo compiles a function again for a backend that is not equal."""
-
-    @functools.wraps(original)
-    def equal(self: Any, other: Any) -> bool:
-        return bool(original(self, other)) and self.there == other.there
-
-    return equal
 
 
 def _chosen(original: Any) -> Any:
@@ -96,8 +75,7 @@ def _chosen(original: Any) -> Any:
 
         if not graph_backend.is_remote_graph(module):
             return original(self, module, inputs, **kwargs)
-        options = {**self.config, **(kwargs.get("config_patches") or {}), "there": self.there}
-        return graph_backend.compile_graph(module, options)
+        return graph_backend.backend(module, inputs, options={**self.config, **(kwargs.get("config_patches") or {})})
 
     return call
 

@@ -336,6 +336,8 @@ class Raised(Message):
     """Which item of the call it was, where the call is for each of several."""
     plain: bool = False
     """The exception is encoded as plain data instead."""
+    unfit: bool = False
+    """The worker could not begin: nothing of the call was executed."""
 
 
 class Ended(Message):

@@ -172,6 +172,21 @@ def test_the_backend_by_its_name(device: Any, graphs: list[Any]) -> None:
     assert len(graphs) == 1
 
 
+@pytest.mark.parametrize("options", [{"backend": "sky"}, {"options": EAGER}])
+def test_a_graph_without_remote_tensors_is_compiled_here(
+    device: Any, options: dict[str, Any], graphs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[Any] = []
+
+    def compile_fx(module: Any, inputs: Any, config_patches: Any) -> Any:
+        given.append(config_patches)
+        return module.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    assert torch.compile(lambda x: x + 1, **options)(torch.ones(2)).tolist() == [2, 2]
+    assert (given, graphs) == ([{}], [])
+
+
 def test_a_step_is_a_few_instructions(device: Any) -> None:
     model, x = made("llama")
     model, x = model.to(device), x.to(device)

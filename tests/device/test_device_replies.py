@@ -144,6 +144,19 @@ def test_a_worker_that_ends(stream: DeviceStream, why: str) -> None:
     assert stream.is_lost
 
 
+@pytest.mark.parametrize(("unfit", "kind"), [(True, sky.UsageError), (False, sky.WorkerDied)])
+def test_a_worker_that_could_not_begin(stream: DeviceStream, unfit: bool, kind: type[Exception]) -> None:
+    """It says so: what a device executes may raise errors of the same name."""
+    stream.emit([-9])
+    stream.flush()
+    (batch,) = stream.link.batches  # type: ignore[attr-defined]
+    text, name = "in use by another program", "skyfab.errors.UsageError"
+    batch.answered(messages.Raised(parts=[], kind=name, text=text, traceback="", unfit=unfit), [])
+    with pytest.raises(kind, match=text):
+        stream.emit([-9])
+    assert stream.is_lost
+
+
 def test_an_instruction_that_was_skipped(stream: DeviceStream) -> None:
     stream.emit([-9])
     stream.flush()

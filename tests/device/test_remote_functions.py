@@ -67,7 +67,7 @@ def test_a_module_that_was_imported_after_the_device_was_opened(
     late = importlib.import_module("imported_late")
     with pytest.raises(sky.DeviceError, match="No module named 'imported_late'") as error:
         sky.run_on(remote_pool.device("cpu"), late.one)
-    assert "import a module of your own before compute.device(…)" in str(error.value.hint)
+    assert "was imported later, close the pool and open it again" in str(error.value.hint)
 
 
 def test_tensors_of_other_devices_are_refused(device: Any, other: Any) -> None:

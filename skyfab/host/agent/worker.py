@@ -395,7 +395,7 @@ class Worker(context.Client):
 
     def _raised(self, stream: int, error: BaseException) -> None:
         self._examine(error)
-        message, payload = describe(error, self.encoding, item=self._item, plain=self.plain)
+        message, payload = describe(error, self.encoding, item=self._item, plain=self.plain, unfit=error is self.unfit)
         self._item = None
         self.answer(stream, message.encode(), payload)
 

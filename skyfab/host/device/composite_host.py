@@ -198,12 +198,13 @@ Places = Sequence[tuple[dict[str, Any], str]]
 
 
 class HostModule:
-    """A module of the client without its tensors: they come with each call."""
+    """A module of the client. It does not keep its parameters and buffers, which come with each call."""
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         own = own_tensors(module)
         self._places = [places for _, places in own]
+        self._set([None] * len(own))
         self._buffers = [at for at, (tensor, _) in enumerate(own) if not isinstance(tensor, torch.nn.Parameter)]
 
     def call(self, spec: Any, tensors: Sequence[Any]) -> Any:
@@ -221,12 +222,11 @@ class HostModule:
 
     @contextlib.contextmanager
     def _with_tensors(self, tensors: Sequence[Any]) -> Iterator[None]:
-        before = [places[0][0][places[0][1]] for places in self._places]
         try:
             self._set(tensors)
             yield
         finally:
-            self._set(before)
+            self._set([None] * len(tensors))
 
     def _set(self, tensors: Sequence[Any]) -> None:
         for places, tensor in zip(self._places, tensors, strict=True):
@@ -291,25 +291,15 @@ def module_first(tensors: Sequence[Any], spec: Any, wanted: Sequence[bool]) -> t
     return (*bases, handle), tuple(locations), structure, getattr(called.module, "note", "")
 
 
-def itself(value: Any) -> Any:
-    return value
-
-
 def state_dict(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Calls a function that returns a module or a state dict; returns the state dict."""
     found = function(*args, **kwargs)
     return found.state_dict() if hasattr(found, "state_dict") else found
 
 
-FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {
-    "sky::linear_backward": linear_backward,
-    "sky::rms_norm_backward": rms_norm_backward,
-    "sky::cast_linear": cast_linear,
-    "sky::cast_linear_backward": cast_linear_backward,
-    "sky::composite": composite,
-    "sky::sparse": sparse,
-    "sky::module": module,
-    "sky::module_first": module_first,
-    "sky::backward": backward,
-    "sky::backward_again": backward_again,
-}
+_FUNCTIONS: Final = (
+    *(linear_backward, rms_norm_backward, cast_linear, cast_linear_backward),
+    *(composite, sparse, module, module_first, backward, backward_again),
+)
+FUNCTIONS: Final[dict[str, Callable[..., Any]]] = {f"sky::{function.__name__}": function for function in _FUNCTIONS}
+"""What the client calls besides operators, by name."""

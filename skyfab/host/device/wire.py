@@ -48,7 +48,7 @@ HELLO: Final = -15
 NEXT: Final = -16
 """id of a generator that RUN has returned, first id: replies with the values of the next moments, and if it is over."""
 MODULE: Final = -17
-"""digest, numbers of buffers: keeps a module that has no tensors of its own."""
+"""digest, numbers of buffers: keeps a module, or what a function returns that makes it, without its tensors."""
 LISTEN: Final = -19
 """id of a new channel, name of the other host, certificate, key, addresses: waits for the other end of the channel at
 a port of each address, and replies with the ports."""

@@ -279,7 +279,9 @@ class Executor:
 
     def _module(self, instruction: Sequence[Any]) -> None:
         _, digest, *numbers = instruction
-        composite_host.MODULES[digest] = composite_host.HostModule(self._unpickled(numbers))
+        found = self._unpickled(numbers)
+        module = found if isinstance(found, torch.nn.Module) else found()
+        composite_host.MODULES[digest] = composite_host.HostModule(module)
         self._reply = {"value": None}
 
     def _unpickled(self, numbers: Sequence[int]) -> Any:

@@ -520,10 +520,34 @@ def limited(device: Any, number: int) -> Iterator[None]:
         sky.run_on(device, limit, before)
 
 
-@pytest.mark.slow
+def replace_inductor(kind: str) -> None:
+    """Inductor on the host executes graphs as they are from now on, or raises an error; "" restores it."""
+    from torch._inductor import compile_fx, exc
+
+    def stand_in(graph: Any, *args: Any, **kwargs: Any) -> Any:
+        if kind == "triton":
+            raise exc.TritonMissing(None)
+        if kind == "other":
+            raise RuntimeError("no lowering of this\nand more")
+        return graph.forward
+
+    compile_fx.whole = getattr(compile_fx, "whole", compile_fx.compile_fx)
+    compile_fx.compile_fx = stand_in if kind else compile_fx.whole
+
+
+@contextlib.contextmanager
+def inductor(device: Any, kind: str) -> Iterator[None]:
+    """Inductor on the host is replaced meanwhile: its compiler takes a minute."""
+    sky.run_on(device, replace_inductor, kind)
+    try:
+        yield
+    finally:
+        sky.run_on(device, replace_inductor, "")
+
+
 def test_more_graphs_than_recompiles_there(device: Any, notices: list[str]) -> None:
     """The host's limit is that of one graph: a program may have more of them."""
-    with limited(device, 2):
+    with inductor(device, "uncompiled"), limited(device, 2):
         for number in range(4):
             assert torch.compile(lambda x, by=number: x * by + 1)(torch.ones(1, device=device)).tolist() == [number + 1]
     assert not notices
@@ -532,7 +556,7 @@ def test_more_graphs_than_recompiles_there(device: Any, notices: list[str]) -> N
 def test_more_sizes_than_recompiles_there(device: Any, notices: list[str]) -> None:
     """The graph is executed uncompiled from then on."""
     compiled = torch.compile(lambda x: x.exp().sum(0), dynamic=True)
-    with limited(device, 1):
+    with inductor(device, "uncompiled"), limited(device, 1):
         for rows in (2, 3, 5):
             x = torch.ones(rows, 2)
             close([compiled(x.to(device))], [x.exp().sum(0)])
@@ -618,31 +642,17 @@ def test_what_inductor_cannot_compile_runs_uncompiled(device: Any, notices: list
     assert __file__ in notices[0]
 
 
-def broken(kind: str) -> None:
-    """Inductor on the host raises this from now on."""
-    from torch._inductor import compile_fx, exc
-
-    def fail(*args: Any, **kwargs: Any) -> None:
-        raise exc.TritonMissing(None) if kind == "triton" else RuntimeError("no lowering of this\nand more")
-
-    compile_fx.whole = getattr(compile_fx, "whole", compile_fx.compile_fx)
-    compile_fx.compile_fx = fail if kind else compile_fx.whole
-
-
 @pytest.mark.parametrize(
     ("kind", "text"),
     [("triton", "the host's Python needs the package triton"), ("other", "RuntimeError: no lowering of this (at")],
 )
 def test_what_inductor_says_is_passed_on_once(device: Any, notices: list[str], kind: str, text: str) -> None:
-    sky.run_on(device, broken, kind)
-    try:
+    with inductor(device, kind):
         for number in (1, 2):
             compiled = torch.compile(lambda x, by=number: (x * by).exp())
             x = torch.ones(2, device=device, requires_grad=True)
             compiled(x).sum().backward()
             close([x.grad], [number * torch.full((2,), float(number)).exp()])
-    finally:
-        sky.run_on(device, broken, "")
     (notice,) = notices
     assert notice.startswith("Inductor cannot compile a graph there, which is executed uncompiled: ")
     assert text in notice

@@ -365,7 +365,7 @@ class _Group(Reply):
 
     def _settle(self, one: _Submitted, result: Any, error: Exception | None) -> None:
         if self.conversation is not None:
-            self.conversation.future.settle(None, error)
+            self.conversation.end(None, error)
         one.future.settle(result, error)
 
 

@@ -154,7 +154,7 @@ class Broadcast:
                 self._timer.daemon = True
                 self._timer.start()
         if self.conversations:
-            self.conversations[member.rank].future.settle(None, error)
+            self.conversations[member.rank].end(None, error)
         if done:
             self._finish()
 

@@ -410,10 +410,10 @@ class Compute(ShownAsTable):
 
     def _generate(self, packed: PackedCall, node: Node | None) -> RemoteIterator[Any]:
         """Starts a generator on one worker."""
-        task = Task(packed, on=node)
-        conversation = task.converse(untrusted=self._scheduler.untrusted)
         try:
             with SIGNAL_GUARD:
+                task = Task(packed, on=node)
+                conversation = task.converse(untrusted=self._scheduler.untrusted)
                 self._scheduler.add(task)
                 task.future.pool = self
                 return RemoteIterator(conversation)

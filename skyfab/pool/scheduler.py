@@ -319,6 +319,9 @@ class Scheduler:
             self._help()
         if again:
             return
+        if task.call.yields and isinstance(message, messages.Result):  # its values came before
+            self._finish(task)
+            return
         done, label = functools.partial(self._finish, task), task.call.label
         deliver(done, message, buffers, host=slot.node.name, rank=None, label=label, untrusted=self.untrusted)
 
@@ -376,7 +379,10 @@ class Scheduler:
     def _finish(self, task: Task, result: Any = None, error: BaseException | None = None) -> None:
         if task.ended is not None:
             task.ended(error)  # before threads that wait for the future continue
-        task.future.settle(result, error)
+        if task.conversation is None:
+            task.future.settle(result, error)
+        else:
+            task.conversation.end(result, error)
         task.future.on_cancel = None  # it references the task, and so its arguments
 
     def cancel(self, task: Task) -> None:

@@ -48,7 +48,6 @@ class Conversation:
         self._untrusted = untrusted
         self.future = future
         future.label = call.label
-        concurrent.futures.Future.add_done_callback(future, lambda _: self._ended())
         self.stop: Callable[[], object] = lambda: None
         """Stops the call, and ends its process."""
         self.on_begin: list[Callable[[], None]] = []
@@ -72,8 +71,8 @@ class Conversation:
         self._values: deque[tuple[bool, list[memoryview]]] = deque()
         """Values that have arrived: whether each is plain data, and its buffers."""
         self._process = os.getpid()
-        self._is_closed = self.is_cut_off = self.has_ended = False
-        """Whether its iterator was closed, or the pool; whether the call has ended."""
+        self._is_closed = self.is_cut_off = False
+        """Whether its iterator was closed, or the pool."""
         self._ready: list[Callable[[], object]] = []
         """To be called when there is a value or an end."""
 
@@ -81,6 +80,11 @@ class Conversation:
     def is_parents(self) -> bool:
         """Whether this is a forked child: the connection belongs to its parent."""
         return self._process != os.getpid()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the call has ended."""
+        return self.future.done()
 
     @property
     def host(self) -> str:
@@ -101,8 +105,9 @@ class Conversation:
             if self._ready:
                 self._ask_now()
 
-    def _ended(self) -> None:
-        self.has_ended = True
+    def end(self, result: Any, error: BaseException | None) -> None:
+        """The call has ended."""
+        self.future.settle(result, error)
         self._notify()
 
     def _error(self) -> BaseException | None:
@@ -110,14 +115,15 @@ class Conversation:
 
     def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
         """Values have arrived that the call itself asks for; without any, the next one is large."""
-        with SIGNAL_GUARD, self._lock:
-            count = max(0, getattr(message, "count", 0))
-            self._left = max(0, self._left - count) if count else 0
-            if count:
-                self._early.append((message, buffers))
-            elif self._ready:
-                self._ask_now()
-        self._notify()
+        with SIGNAL_GUARD:
+            with self._lock:
+                count = max(0, getattr(message, "count", 0))
+                self._left = max(0, self._left - count) if count else 0
+                if count:
+                    self._early.append((message, buffers))
+                elif self._ready:
+                    self._ask_now()
+            self._notify()
 
     def exchange(self, what: str, caller: Reply, parts: Sequence[Any] = (), **about: int) -> None:
         assert self._node is not None
@@ -252,14 +258,18 @@ class Conversation:
                 if begun and first:
                     self._send_close()
             if not begun:
-                self.stop()
+                self._stop()
             elif wait:
                 self._await_end()
             elif first:
-                timer = threading.Timer(_CLOSING, lambda: self.has_ended or self.stop())
+                timer = threading.Timer(_CLOSING, lambda: self.has_ended or self._stop())
                 timer.daemon = True
                 concurrent.futures.Future.add_done_callback(self.future, lambda _: timer.cancel())
                 timer.start()
+
+    def _stop(self) -> None:
+        self.stop()
+        self._notify()  # it may have ended now
 
     def _send_close(self) -> None:
         self.exchange("close", Reply())
@@ -268,7 +278,7 @@ class Conversation:
         try:
             error = self.future.exception(_CLOSING)
         except concurrent.futures.TimeoutError:
-            self.stop()
+            self._stop()
             return
         except concurrent.futures.CancelledError:
             return

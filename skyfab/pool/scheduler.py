@@ -173,7 +173,7 @@ class Scheduler:
         with SIGNAL_GUARD:
             if gpus:
                 self.gpus.check(gpus, task.on, task.call.label)
-            task.enter(self)
+            task.enter(self, untrusted=self.untrusted)
             with self._lock:
                 slot = self._own_slot(task) if task.call.yields and not gpus else None
                 if slot is None:
@@ -282,7 +282,7 @@ class Scheduler:
         task.future.node = slot.node
         task.ended = self._started(task.call.label, slot.node.name)
         try:
-            slot.node.call(slot.worker, slot.spec, task.call, caller=task, each=task.each)
+            slot.node.call(slot.worker, slot.spec, task.call, caller=task, each=task.each, reader=task.conversation)
         except SkyfabError as error:
             self.failed(task, error)
 

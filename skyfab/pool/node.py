@@ -6,6 +6,7 @@ it. Nothing here blocks except `sync_project`.
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 import weakref
@@ -205,7 +206,7 @@ class Node(ShownAsTable):
     def note_lost(self, error: Exception) -> None:
         """A call failed because the host is lost. Ignored if the error is about an earlier session."""
         if self.lost is None and self.session.has_ended:
-            self.lost = error
+            self.lost = copy.copy(error)
 
     def close(self) -> None:
         if self._connection is not None:

@@ -10,6 +10,7 @@ and unpickles it; no queue, no future.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import threading
@@ -275,7 +276,7 @@ class Scheduler:
         for task in tasks:
             lost = task.on.lost if task.on is not None else None
             which = f" with {task.call.gpus} GPUs" if task.call.gpus else ""
-            self._finish(task, None, lost or HostLost(f"every host of the pool{which} is lost"))
+            self._finish(task, None, copy.copy(lost) or HostLost(f"every host of the pool{which} is lost"))
 
     def _give(self, task: Task, slot: Slot) -> None:
         task.started = time.monotonic()

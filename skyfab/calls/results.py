@@ -46,11 +46,7 @@ def unpack_result(
     With `untrusted`, nothing is unpickled: only plain data is accepted.
     """
     if isinstance(message, messages.Result):
-        if not buffers:
-            raise ProtocolError("a result without content", host=host)
-        if message.plain:
-            return _plain(buffers[0], buffers[1:], host=host, rank=rank, label=label)
-        return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, untrusted=untrusted)
+        return unpack_value(buffers, plain=message.plain, host=host, rank=rank, label=label, untrusted=untrusted)
     if isinstance(message, messages.Raised):
         found = _exception(message, buffers, host, rank, untrusted)
         trace = with_local_paths(message.traceback, host)
@@ -62,6 +58,17 @@ def unpack_result(
     if isinstance(message, messages.Failed):
         raise WorkerDied(message.text, host=host, rank=rank, hint=message.hint)
     raise ProtocolError(f"{message.op} where a result was expected", host=host)
+
+
+def unpack_value(
+    buffers: list[memoryview], *, plain: bool, host: str, rank: int | None, label: str, untrusted: bool = False
+) -> Any:
+    """A value that a call returned or yielded, encoded as `plain` data or pickled."""
+    if not buffers:
+        raise ProtocolError("a result without content", host=host)
+    if plain:
+        return _plain(buffers[0], buffers[1:], host=host, rank=rank, label=label)
+    return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, untrusted=untrusted)
 
 
 def deliver(

@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar, cast
 
 from skyfab._util.signals import NAP, SIGNAL_GUARD, called, without_signals
 from skyfab.calls.pack import PackedCall
-from skyfab.calls.results import unpack_result
+from skyfab.calls.results import unpack_value
 from skyfab.calls.stream import Values
 from skyfab.errors import CallCancelled, ProtocolError, SkyfabError, UsageError
 from skyfab.pool.futures import CallFuture, refuse_to_block
@@ -183,9 +183,8 @@ class Conversation:
                 self._ask_ahead()
             finally:
                 self._reading.release()
-        message = messages.Result(parts=(), plain=plain)
         label, untrusted = self._call.label, self._untrusted
-        return unpack_result(message, buffers, host=self.host, rank=None, label=label, untrusted=untrusted)
+        return unpack_value(buffers, plain=plain, host=self.host, rank=None, label=label, untrusted=untrusted)
 
     def _receive(self) -> None:
         """Waits for values. Raises StopIteration, or what the generator has raised."""

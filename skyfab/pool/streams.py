@@ -109,6 +109,9 @@ class Conversation:
         """The call has ended."""
         self.future.settle(result, error)
         self._notify()
+        with SIGNAL_GUARD, self._lock:
+            if self._is_closed:
+                self._forget_requests()
 
     def _error(self) -> BaseException | None:
         return CallCancelled("the call was cancelled") if self.future.cancelled() else self.future.exception()
@@ -136,7 +139,8 @@ class Conversation:
         """Whether there is a value, or an end."""
         if self._values or self._early:
             return True
-        return self._asked[0].is_there if self._asked and not self._left else self.has_ended
+        asked = self._asked
+        return asked[0].is_there if asked and not self._left else self.has_ended
 
     def when_ready(self, call: Callable[[], object]) -> None:
         """Calls `call` once `is_ready`."""
@@ -204,6 +208,7 @@ class Conversation:
                 else:
                     self._has_more = self._take(*found)
             elif self.has_ended:
+                self._forget_requests()
                 if (error := self._error()) is not None:
                     raise error
                 raise self._cut_off() if self.is_cut_off else StopIteration
@@ -238,6 +243,10 @@ class Conversation:
         self._asked.append(asked)
         self.exchange("next", asked)
 
+    def _forget_requests(self) -> None:
+        """The call has ended. Else they and this conversation would refer to each other."""
+        self._asked = deque()  # another thread may be looking at the old one
+
     def _cut_off(self) -> CallCancelled:
         hint = "read it inside the with block"
         return CallCancelled(f"{self._call.label} was ended when the pool was closed", host=self.host, hint=hint)
@@ -261,14 +270,15 @@ class Conversation:
             elif wait:
                 self._await_end()
             elif first:
-                timer = threading.Timer(_CLOSING, lambda: self.has_ended or self._stop())
+                timer = threading.Timer(_CLOSING, self._stop)
                 timer.daemon = True
                 concurrent.futures.Future.add_done_callback(self.future, lambda _: timer.cancel())
                 timer.start()
 
     def _stop(self) -> None:
-        self.stop()
-        self._notify()  # it may have ended now
+        if not self.has_ended:
+            self.stop()
+            self._notify()  # it may have ended now
 
     def _send_close(self) -> None:
         self.exchange("close", Reply())

@@ -379,11 +379,23 @@ def test_async_for_and_futures(compute: sky.Compute) -> None:
     assert list(compute.submit(count(3), on="local").result()) == [0, 1, 2]
 
 
-def test_an_iterator_that_was_read_is_freed_without_the_garbage_collector(compute: sky.Compute) -> None:
+@sky.function
+def slow(number: int) -> Iterator[int]:
+    for value in range(number):
+        time.sleep(0.05)
+        yield value
+
+
+@pytest.mark.parametrize("generator", [count, slow])
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_iterator_is_freed_without_the_garbage_collector(compute: sky.Compute, generator: Any, closed: bool) -> None:
     gc.disable()
     try:
-        values: Any = count(3) >> compute
-        assert list(values) == [0, 1, 2]
+        values: Any = generator(4) >> compute
+        assert [next(values), next(values)] == [0, 1]
+        if closed:
+            values.close()
+        assert list(values) == ([] if closed else [2, 3])
         freed = weakref.ref(values.conversation)
         del values
         until(lambda: freed() is None, "no reference")

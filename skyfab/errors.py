@@ -109,6 +109,13 @@ class SkyfabError(Exception):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, self.__dict__)
 
+    def __copy__(self) -> SkyfabError:
+        """To be raised in place of a stored error, which would keep the frames that it passes through in memory."""
+        make, about = self.__reduce__()
+        made: SkyfabError = make(*about)
+        made.__cause__ = self.__cause__
+        return made
+
 
 def _rebuild(kind: type[SkyfabError], args: tuple[Any, ...], state: dict[str, Any]) -> SkyfabError:
     """Unpickles an error without calling its constructor, whose arguments are keyword-only."""

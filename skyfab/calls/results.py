@@ -25,7 +25,6 @@ from skyfab.errors import (
     printable,
 )
 from skyfab.protocol import codec, messages
-from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import Message
 
 _LONGEST: Final = 1000
@@ -46,11 +45,7 @@ def unpack_result(
     With `untrusted`, nothing is unpickled: only plain data is accepted.
     """
     if isinstance(message, messages.Result):
-        if not buffers:
-            raise ProtocolError("a result without content", host=host)
-        if message.plain:
-            return _plain(buffers[0], buffers[1:], host=host, rank=rank, label=label)
-        return unpickle(buffers[0], buffers[1:], host=host, rank=rank, label=label, untrusted=untrusted)
+        return unpack_value(buffers, plain=message.plain, host=host, rank=rank, label=label, untrusted=untrusted)
     if isinstance(message, messages.Raised):
         found = _exception(message, buffers, host, rank, untrusted)
         trace = with_local_paths(message.traceback, host)
@@ -62,6 +57,28 @@ def unpack_result(
     if isinstance(message, messages.Failed):
         raise WorkerDied(message.text, host=host, rank=rank, hint=message.hint)
     raise ProtocolError(f"{message.op} where a result was expected", host=host)
+
+
+def unpack_value(
+    buffers: list[memoryview], *, plain: bool, host: str, rank: int | None, label: str, untrusted: bool = False
+) -> Any:
+    """A value that a call returned or yielded, encoded as `plain` data or pickled.
+
+    Raises NotPicklable and UntrustedResult. With `untrusted`, no pickle is accepted.
+    """
+    if not buffers:
+        raise ProtocolError("a result without content", host=host)
+    if plain:
+        return _plain(buffers, host=host, rank=rank, label=label)
+    if untrusted:
+        hint = 'is this a run of a pool without results="data"? such runs keep pickles'
+        raise UntrustedResult(f"the result of {label} is a pickle, not plain data", host=host, rank=rank, hint=hint)
+    try:
+        return codec.loads(buffers[0], buffers[1:])
+    except BaseException as error:  # also SystemExit: unpickling calls what the result's class says
+        if is_from_handler(error):
+            raise
+        raise not_unpickled(error, host=host, rank=rank, label=label) from error
 
 
 def deliver(
@@ -84,21 +101,6 @@ def deliver(
         to(value, None)
 
 
-def unpickle(
-    data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool = False
-) -> Any:
-    """Unpickles a result. Raises NotPicklable; with `untrusted` always UntrustedResult."""
-    if untrusted:
-        hint = 'is this a run of a pool without results="data"? such runs keep pickles'
-        raise UntrustedResult(f"the result of {label} is a pickle, not plain data", host=host, rank=rank, hint=hint)
-    try:
-        return codec.loads(data, buffers)
-    except BaseException as error:  # also SystemExit: unpickling calls what the result's class says
-        if is_from_handler(error):
-            raise
-        raise not_unpickled(error, host=host, rank=rank, label=label) from error
-
-
 def not_unpickled(error: BaseException, *, host: str, rank: int | None, label: str) -> NotPicklable:
     """The error for a result that cannot be unpickled on this machine."""
     return NotPicklable(
@@ -109,11 +111,11 @@ def not_unpickled(error: BaseException, *, host: str, rank: int | None, label: s
     )
 
 
-def _plain(data: Buffer, buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str) -> Any:
+def _plain(buffers: Sequence[memoryview], *, host: str, rank: int | None, label: str) -> Any:
     from skyfab.protocol import plain_data  # imported only if it is needed
 
     try:
-        return plain_data.loads(data, buffers)
+        return plain_data.loads(buffers[0], buffers[1:])
     except plain_data.NotPlain as error:
         raise _not_plain(str(error), host=host, rank=rank, label=label) from None
 

@@ -221,12 +221,11 @@ class Actor:
     def iterate(self, method: str, call: Call[Any]) -> Conversation:
         """Calls a method that yields values."""
         packed = replace(self._packed(method, self._one, call), yields=True, ahead=AHEAD)
-        future = CallFuture()
-        future.label = packed.label
-        [conversation] = converse(packed, [CallFuture()], untrusted=self.untrusted)
+        sent = _Group(self, [_Submitted(method, call, CallFuture())])
         with SIGNAL_GUARD, self._lock:
             self._advance(everything=True)
-            self._send(packed, _Group(self, [_Submitted(method, call, future)], conversation))
+            conversation = self._converse(packed, sent)
+            self._send(packed, sent, conversation)
             self._in_progress += 1
         return conversation
 
@@ -249,9 +248,14 @@ class Actor:
         self._common.check(found)
         return PackedCall(function=function, arguments=arguments, label=label, found=found)
 
-    def _send(self, packed: PackedCall, caller: Any) -> None:
+    def _send(self, packed: PackedCall, caller: Reply, reader: Conversation | None = None) -> None:
         self._check()
-        self.node.call(self.worker, self._spec, packed, caller=caller, store="none")
+        self.node.call(self.worker, self._spec, packed, caller=caller, store="none", reader=reader)
+
+    def _converse(self, packed: PackedCall, sent: _Group) -> Conversation:
+        """The exchanges with a call that is sent alone."""
+        [sent.conversation] = converse(packed, [sent.future], untrusted=self.untrusted)
+        return sent.conversation
 
     def _advance(self, *, everything: bool = False) -> None:
         """Sends calls that wait, unless enough are in progress; or all of them."""
@@ -263,9 +267,7 @@ class Actor:
             sent = _Group(self, group)
             try:
                 packed = self._packed_group(group)
-                if packed.converses:
-                    [sent.conversation] = converse(packed, [CallFuture()], untrusted=self.untrusted)
-                self._send(packed, sent)
+                self._send(packed, sent, self._converse(packed, sent) if packed.converses else None)
             except Exception as error:
                 sent.failed(error)
 
@@ -316,25 +318,21 @@ class _Group(Reply):
 
     __slots__ = ("_actor", "_began", "_calls", "conversation")
 
-    def __init__(self, actor: Actor, calls: Sequence[_Submitted], conversation: Conversation | None = None) -> None:
+    def __init__(self, actor: Actor, calls: Sequence[_Submitted]) -> None:
         super().__init__()
         self._actor = actor
         self._calls = calls
         self._began = time.monotonic()
-        self.conversation = conversation
+        self.conversation: Conversation | None = None
         """The exchanges with a single call: the values that it yields, and the streams among its arguments."""
 
-    def sent(self, stream: int) -> None:
-        super().sent(stream)
-        if self.conversation is not None:
-            self.conversation.begin(self._actor.node, self._actor.worker, stream)
-
-    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        assert self.conversation is not None
-        self.conversation.yielded(message, buffers)
+    @property
+    def future(self) -> CallFuture:
+        """That of its first call."""
+        return self._calls[0].future
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        method, label = self._calls[0].method, self._calls[0].future.label
+        method, label = self._calls[0].method, self.future.label
         if len(self._calls) == 1:
             self._actor.answered(method, self._began, None, 1)
             self._deliver(self._calls[0], message, buffers)
@@ -364,9 +362,10 @@ class _Group(Reply):
         deliver(functools.partial(self._settle, one), message, buffers, unpack=self._actor.value, **about)
 
     def _settle(self, one: _Submitted, result: Any, error: Exception | None) -> None:
-        if self.conversation is not None:
-            self.conversation.future.settle(None, error)
-        one.future.settle(result, error)
+        if self.conversation is None:
+            one.future.settle(result, error)
+        else:
+            self.conversation.end(result, error)
 
 
 def pack_named(call: Call[Any], label: str, kind: Any, method: str) -> tuple[codec.Payload, tuple[Any, ...]]:

@@ -106,7 +106,8 @@ class Broadcast:
     def _start(self, member: Member, *, shared: bool) -> None:
         store: Literal["all", "repeated"] = "all" if shared else "repeated"
         try:
-            member.node.call(member.worker, member.spec, self.call, caller=_RankCall(self, member), store=store)
+            caller, reader = _RankCall(self, member), self.conversations[member.rank] if self.conversations else None
+            member.node.call(member.worker, member.spec, self.call, caller=caller, store=store, reader=reader)
         except SkyfabError as error:
             self.note(member, None, error)
 
@@ -126,8 +127,6 @@ class Broadcast:
     def sent(self, member: Member, stream: int) -> None:
         with self._lock:
             self._streams[member.rank] = stream
-        if self.conversations:
-            self.conversations[member.rank].begin(member.node, member.worker, stream)
         if not self.is_wanted:  # it was cancelled while it was being sent
             self.stop()
 
@@ -154,7 +153,7 @@ class Broadcast:
                 self._timer.daemon = True
                 self._timer.start()
         if self.conversations:
-            self.conversations[member.rank].future.settle(None, error)
+            self.conversations[member.rank].end(None, error)
         if done:
             self._finish()
 
@@ -230,9 +229,6 @@ class _RankCall:
 
     def sent(self, stream: int) -> None:
         self._broadcast.sent(self._member, stream)
-
-    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        self._broadcast.conversations[self._member.rank].yielded(message, buffers)
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
         broadcast, member = self._broadcast, self._member

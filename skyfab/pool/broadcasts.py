@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import threading
 from collections import deque
@@ -102,7 +103,7 @@ class Broadcasts:
         """Raises the error of a lost node, and PeersUnreachable."""
         for node in spec.nodes:
             if node.lost is not None:
-                raise node.lost
+                raise copy.copy(node.lost)
         return Gang(spec, self._finder.arrange(spec.nodes), self._images.variables, name=f"gang{number}", job=job)
 
     def _gang_for(self, spec: GangSpec, job: str | None) -> Gang:

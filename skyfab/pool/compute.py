@@ -339,7 +339,7 @@ class Compute(ShownAsTable):
     def run(self, call: Call[R]) -> R:
         """Runs a call on one worker and waits for it: ``call >> compute``."""
         SIGNAL_GUARD.wrap()
-        found = self._pack_solo(call, None, waits=True)
+        found = self._pack_solo(call, None, same_gpus=self._has_same_gpus)
         if isinstance(found, PackedCall) and found.yields:
             return self._generate(found, None)  # type: ignore[return-value]
         if emitting:
@@ -409,14 +409,15 @@ class Compute(ShownAsTable):
     def _generate(self, packed: PackedCall, node: Node | None) -> RemoteIterator[Any]:
         """Starts a generator on one worker."""
         task = Task(packed, on=node)
-        conversation = task.converse(untrusted=self._scheduler.untrusted)
         try:
             with SIGNAL_GUARD:
                 self._scheduler.add(task)
                 task.future.pool = self
-                return RemoteIterator(conversation)
+                assert task.conversation is not None
+                return RemoteIterator(task.conversation)
         except BaseException:  # what a handler raises at the end of the block: nobody has the iterator
-            conversation.close(wait=False)
+            if task.conversation is not None:
+                task.conversation.close(wait=False)
             raise
 
     def _start(
@@ -426,8 +427,6 @@ class Compute(ShownAsTable):
         started: Task | DeviceCall
         if isinstance(found, PackedCall) and not keep:
             started = Task(found, on=node)
-            if found.converses:
-                started.converse(untrusted=self._scheduler.untrusted)
             self._scheduler.add(started)
         else:
             tree = self._sync_tree()
@@ -440,15 +439,12 @@ class Compute(ShownAsTable):
             watch(started.future, started.processes, call.function.stall, call.function.label, self.events)
         return started.future
 
-    def _pack_solo(self, call: Call[Any], node: Node | None, *, waits: bool = False) -> PackedCall | DeviceStream:
-        """The packed call; or the device in whose worker it must run to have its tensors themselves.
-
-        With `waits`, the caller does nothing else until the call has ended.
-        """
+    def _pack_solo(self, call: Call[Any], node: Node | None, *, same_gpus: bool = False) -> PackedCall | DeviceStream:
+        """The packed call; or the device in whose worker it must run to have its tensors themselves."""
         if not self._open or not isinstance(call, Call):
             self._check_call(call)
         if not self._devices.streams:
-            return self._pack(call, same_gpus=waits and self._has_same_gpus)
+            return self._pack(call, same_gpus=same_gpus)
         found, inside = collect(lambda: self._devices.find(call, node))
         if isinstance(found, codec.Payload):
             return self._pack(call, (found, inside))

@@ -6,12 +6,13 @@ content. Nothing here blocks.
 
 from __future__ import annotations
 
+import copy
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, cast
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
 from skyfab._util.html import ShownAsTable
 from skyfab.calls.pack import PackedCall, PackedFunction, parts_of
@@ -75,8 +76,11 @@ class Caller(Protocol):
         """There will be no reply."""
 
 
-class Reader(Caller, Protocol):
-    """The caller of a generator."""
+class Reader(Protocol):
+    """Exchanges something with a call while it runs."""
+
+    def begin(self, node: Node, worker: str, stream: int) -> None:
+        """The call was sent; possibly again, to another worker, because it had not begun."""
 
     def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
         """Values that the generator has yielded, before the reply."""
@@ -191,7 +195,7 @@ class Node(ShownAsTable):
     def note_lost(self, error: Exception) -> None:
         """A call failed because the host is lost. Ignored if the error is about an earlier session."""
         if self.lost is None and self.session.has_ended:
-            self.lost = error
+            self.lost = copy.copy(error)
 
     def close(self) -> None:
         if self._connection is not None:
@@ -268,8 +272,9 @@ class Node(ShownAsTable):
         caller: Caller,
         store: Literal["repeated", "all", "none"] = "repeated",
         each: bool = False,
+        reader: Reader | None = None,
     ) -> int:
-        """Runs a function in a worker; with `each`, once for every item.
+        """Runs a function in a worker; with `each`, once for every item. `reader` exchanges something with it.
 
         Large buffers of the arguments are put in the host's store if they are repeated or, for other workers to use
         them too, if `store` is "all". The call is sent once the blobs that it refers to are there; with "none", at
@@ -289,9 +294,12 @@ class Node(ShownAsTable):
                     self._send_function(function, names)
                     parts, inline = parts_of(arguments, names)
                     about: dict[str, Any] = {"answer": caller.answered, "failure": caller.failed, "worker": worker}
-                    if call.batch:
-                        about["partial"] = cast("Reader", caller).yielded
-                    caller.sent(self.session.send(_head(worker, call, parts, each=each), inline, **about))
+                    if reader is not None:
+                        about["partial"] = reader.yielded
+                    stream = self.session.send(_head(worker, call, parts, each=each), inline, **about)
+                    if reader is not None:
+                        reader.begin(self, worker, stream)
+                    caller.sent(stream)
                     if call.found:
                         self.on_found(self, worker, generation, call.found)
                     return generation

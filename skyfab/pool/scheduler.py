@@ -10,6 +10,7 @@ and unpickles it; no queue, no future.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import threading
@@ -173,7 +174,7 @@ class Scheduler:
         with SIGNAL_GUARD:
             if gpus:
                 self.gpus.check(gpus, task.on, task.call.label)
-            task.enter(self)
+            task.enter(self, untrusted=self.untrusted)
             with self._lock:
                 slot = self._own_slot(task) if task.call.yields and not gpus else None
                 if slot is None:
@@ -275,14 +276,14 @@ class Scheduler:
         for task in tasks:
             lost = task.on.lost if task.on is not None else None
             which = f" with {task.call.gpus} GPUs" if task.call.gpus else ""
-            self._finish(task, None, lost or HostLost(f"every host of the pool{which} is lost"))
+            self._finish(task, None, copy.copy(lost) or HostLost(f"every host of the pool{which} is lost"))
 
     def _give(self, task: Task, slot: Slot) -> None:
         task.started = time.monotonic()
         task.future.node = slot.node
         task.ended = self._started(task.call.label, slot.node.name)
         try:
-            slot.node.call(slot.worker, slot.spec, task.call, caller=task, each=task.each)
+            slot.node.call(slot.worker, slot.spec, task.call, caller=task, each=task.each, reader=task.conversation)
         except SkyfabError as error:
             self.failed(task, error)
 
@@ -318,6 +319,9 @@ class Scheduler:
         if len(self._slots) > 1:
             self._help()
         if again:
+            return
+        if task.call.yields and isinstance(message, messages.Result):  # its values came before
+            self._finish(task)
             return
         done, label = functools.partial(self._finish, task), task.call.label
         deliver(done, message, buffers, host=slot.node.name, rank=None, label=label, untrusted=self.untrusted)
@@ -376,7 +380,10 @@ class Scheduler:
     def _finish(self, task: Task, result: Any = None, error: BaseException | None = None) -> None:
         if task.ended is not None:
             task.ended(error)  # before threads that wait for the future continue
-        task.future.settle(result, error)
+        if task.conversation is None:
+            task.future.settle(result, error)
+        else:
+            task.conversation.end(result, error)
         task.future.on_cancel = None  # it references the task, and so its arguments
 
     def cancel(self, task: Task) -> None:

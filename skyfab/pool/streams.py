@@ -20,7 +20,7 @@ from typing import Any, Final, TypeVar, cast
 
 from skyfab._util.signals import NAP, SIGNAL_GUARD, called, without_signals
 from skyfab.calls.pack import PackedCall
-from skyfab.calls.results import unpack_result
+from skyfab.calls.results import unpack_value
 from skyfab.calls.stream import Values
 from skyfab.errors import CallCancelled, ProtocolError, SkyfabError, UsageError
 from skyfab.pool.futures import CallFuture, refuse_to_block
@@ -48,7 +48,6 @@ class Conversation:
         self._untrusted = untrusted
         self.future = future
         future.label = call.label
-        concurrent.futures.Future.add_done_callback(future, lambda _: self._ended())
         self.stop: Callable[[], object] = lambda: None
         """Stops the call, and ends its process."""
         self.on_begin: list[Callable[[], None]] = []
@@ -72,8 +71,8 @@ class Conversation:
         self._values: deque[tuple[bool, list[memoryview]]] = deque()
         """Values that have arrived: whether each is plain data, and its buffers."""
         self._process = os.getpid()
-        self._is_closed = self.is_cut_off = self.has_ended = False
-        """Whether its iterator was closed, or the pool; whether the call has ended."""
+        self._is_closed = self.is_cut_off = False
+        """Whether its iterator was closed, or the pool."""
         self._ready: list[Callable[[], object]] = []
         """To be called when there is a value or an end."""
 
@@ -81,6 +80,11 @@ class Conversation:
     def is_parents(self) -> bool:
         """Whether this is a forked child: the connection belongs to its parent."""
         return self._process != os.getpid()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the call has ended."""
+        return self.future.done()
 
     @property
     def host(self) -> str:
@@ -101,23 +105,28 @@ class Conversation:
             if self._ready:
                 self._ask_now()
 
-    def _ended(self) -> None:
-        self.has_ended = True
+    def end(self, result: Any, error: BaseException | None) -> None:
+        """The call has ended."""
+        self.future.settle(result, error)
         self._notify()
+        with SIGNAL_GUARD, self._lock:
+            if self._is_closed:
+                self._forget_requests()
 
     def _error(self) -> BaseException | None:
         return CallCancelled("the call was cancelled") if self.future.cancelled() else self.future.exception()
 
     def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
         """Values have arrived that the call itself asks for; without any, the next one is large."""
-        with SIGNAL_GUARD, self._lock:
-            count = max(0, getattr(message, "count", 0))
-            self._left = max(0, self._left - count) if count else 0
-            if count:
-                self._early.append((message, buffers))
-            elif self._ready:
-                self._ask_now()
-        self._notify()
+        with SIGNAL_GUARD:
+            with self._lock:
+                count = max(0, getattr(message, "count", 0))
+                self._left = max(0, self._left - count) if count else 0
+                if count:
+                    self._early.append((message, buffers))
+                elif self._ready:
+                    self._ask_now()
+            self._notify()
 
     def exchange(self, what: str, caller: Reply, parts: Sequence[Any] = (), **about: int) -> None:
         assert self._node is not None
@@ -130,7 +139,8 @@ class Conversation:
         """Whether there is a value, or an end."""
         if self._values or self._early:
             return True
-        return self._asked[0].is_there if self._asked and not self._left else self.has_ended
+        asked = self._asked
+        return asked[0].is_there if asked and not self._left else self.has_ended
 
     def when_ready(self, call: Callable[[], object]) -> None:
         """Calls `call` once `is_ready`."""
@@ -177,9 +187,8 @@ class Conversation:
                 self._ask_ahead()
             finally:
                 self._reading.release()
-        message = messages.Result(parts=(), plain=plain)
         label, untrusted = self._call.label, self._untrusted
-        return unpack_result(message, buffers, host=self.host, rank=None, label=label, untrusted=untrusted)
+        return unpack_value(buffers, plain=plain, host=self.host, rank=None, label=label, untrusted=untrusted)
 
     def _receive(self) -> None:
         """Waits for values. Raises StopIteration, or what the generator has raised."""
@@ -199,6 +208,7 @@ class Conversation:
                 else:
                     self._has_more = self._take(*found)
             elif self.has_ended:
+                self._forget_requests()
                 if (error := self._error()) is not None:
                     raise error
                 raise self._cut_off() if self.is_cut_off else StopIteration
@@ -233,6 +243,10 @@ class Conversation:
         self._asked.append(asked)
         self.exchange("next", asked)
 
+    def _forget_requests(self) -> None:
+        """The call has ended. Else they and this conversation would refer to each other."""
+        self._asked = deque()  # another thread may be looking at the old one
+
     def _cut_off(self) -> CallCancelled:
         hint = "read it inside the with block"
         return CallCancelled(f"{self._call.label} was ended when the pool was closed", host=self.host, hint=hint)
@@ -252,14 +266,19 @@ class Conversation:
                 if begun and first:
                     self._send_close()
             if not begun:
-                self.stop()
+                self._stop()
             elif wait:
                 self._await_end()
             elif first:
-                timer = threading.Timer(_CLOSING, lambda: self.has_ended or self.stop())
+                timer = threading.Timer(_CLOSING, self._stop)
                 timer.daemon = True
                 concurrent.futures.Future.add_done_callback(self.future, lambda _: timer.cancel())
                 timer.start()
+
+    def _stop(self) -> None:
+        if not self.has_ended:
+            self.stop()
+            self._notify()  # it may have ended now
 
     def _send_close(self) -> None:
         self.exchange("close", Reply())
@@ -268,7 +287,7 @@ class Conversation:
         try:
             error = self.future.exception(_CLOSING)
         except concurrent.futures.TimeoutError:
-            self.stop()
+            self._stop()
             return
         except concurrent.futures.CancelledError:
             return

@@ -42,7 +42,7 @@ class Task:
         self.each = False
         """The one argument is a list of argument tuples; the result is the seconds it took and a list of results."""
         self.conversation: Conversation | None = None
-        """The exchanges with it while it runs."""
+        """The exchanges with it while it runs, if there are any; from `enter` on."""
         self.future = CallFuture()
         self.future.label = call.label
         self.ended: Callable[[BaseException | None], None] | None = None
@@ -56,28 +56,18 @@ class Task:
         """Node, worker and rank (None) where it runs; empty if it is on no slot."""
         return [] if self.slot is None else [(self.slot.node, self.slot.worker, None)]
 
-    def enter(self, scheduler: Owner) -> None:
+    def enter(self, scheduler: Owner, *, untrusted: bool) -> None:
         self._scheduler = scheduler
         self.future.on_cancel = lambda: scheduler.cancel(self)
-
-    def converse(self, *, untrusted: bool) -> Conversation:
-        """Makes it a call with which something is exchanged while it runs."""
-        [found] = converse(self.call, [self.future], untrusted=untrusted)
-        self.conversation = found
-        found.stop = self.future.cancel
-        return found
+        if self.call.converses:
+            [self.conversation] = converse(self.call, [self.future], untrusted=untrusted)
+            self.conversation.stop = self.future.cancel
 
     def is_wanted(self) -> bool:
         return not self.future.cancelled()
 
     def sent(self, stream: int) -> None:
-        if self.conversation is not None and self.slot is not None:
-            self.conversation.begin(self.slot.node, self.slot.worker, stream)
         self._scheduler.sent(self, stream)
-
-    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        if self.conversation is not None:
-            self.conversation.yielded(message, buffers)
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
         self._scheduler.answered(self, message, buffers)

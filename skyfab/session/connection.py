@@ -6,6 +6,7 @@ replaced by another stream to the same agent (reconnect.py), and both sides cont
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -142,7 +143,7 @@ class Connection:
             self._mux.ping()
             self.flush()
         if not self.wait(self._is_received):
-            raise self.ended or HostLost("the pool was closed", host=self.host)
+            raise copy.copy(self.ended) or HostLost("the pool was closed", host=self.host)
 
     def detach(self) -> None:
         """Disconnects without a goodbye, unless the connection has ended."""
@@ -192,7 +193,7 @@ class Connection:
         head = message if isinstance(message, bytes) else message.encode()
         with SIGNAL_GUARD, self.lock:
             if self.ended is not None:
-                raise self.ended
+                raise copy.copy(self.ended)
             number = self.new_number()
             if answer is not None:
                 self.replies.pending[number] = PendingRequest(answer, failure or _ignore, worker, partial)

@@ -5,6 +5,7 @@ Everything here runs with the connection's lock held; callbacks are collected an
 
 from __future__ import annotations
 
+import copy
 import functools
 import ipaddress
 import os
@@ -163,7 +164,7 @@ class Replies:
             self.after.append(functools.partial(self._listener.on_lost, lost))
         pending, self.pending = self.pending, {}
         for request in pending.values():
-            self.after.append(functools.partial(request.failure, error))
+            self.after.append(functools.partial(request.failure, copy.copy(error)))
 
     # ---- callbacks of the mux
 

@@ -8,6 +8,7 @@ import os
 import signal
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -376,6 +377,30 @@ def test_async_for_and_futures(compute: sky.Compute) -> None:
     assert asyncio.run(read()) == list(range(100))
     assert list((count(3) > compute).result()) == [0, 1, 2]
     assert list(compute.submit(count(3), on="local").result()) == [0, 1, 2]
+
+
+@sky.function
+def slow(number: int) -> Iterator[int]:
+    for value in range(number):
+        time.sleep(0.05)
+        yield value
+
+
+@pytest.mark.parametrize("generator", [count, slow])
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_iterator_is_freed_without_the_garbage_collector(compute: sky.Compute, generator: Any, closed: bool) -> None:
+    gc.disable()
+    try:
+        values: Any = generator(4) >> compute
+        assert [next(values), next(values)] == [0, 1]
+        if closed:
+            values.close()
+        assert list(values) == ([] if closed else [2, 3])
+        freed = weakref.ref(values.conversation)
+        del values
+        until(lambda: freed() is None, "no reference")
+    finally:
+        gc.enable()
 
 
 def test_the_producers_exception_is_raised_there(compute: sky.Compute) -> None:

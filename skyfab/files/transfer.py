@@ -199,7 +199,7 @@ class Transfer:
         return self._size(number), self.rows[number][3]
 
     def arrived(self, size: int) -> None:
-        """The target was sent bytes by a relay."""
+        """The target has received these bytes."""
         self.report.sent_size += size
         self._advance(size)
 
@@ -363,8 +363,7 @@ class Transfer:
         while len(self._writing) > most:
             reply, size = self._writing.popleft()
             reply.result()
-            self.report.sent_size += size
-            self._advance(size)
+            self.arrived(size)
 
     def _advance(self, size: int) -> None:
         self._done = min(self._done + size, self._total)

@@ -17,6 +17,7 @@ from skyfab.pool.file_worker import Remote, fits
 from skyfab.pool.hub import Found, HubFile, denied
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.relay import FULL
+from skyfab.ui.events import HERE
 
 _LOOK: Final = 0.5
 """Seconds after which a download reports its progress."""
@@ -29,7 +30,7 @@ class Cache:
 
     def __init__(self, node: Node | None, spec: WorkerSpec | None, stopped: threading.Event) -> None:
         """Once `stopped` is set, requests fail."""
-        self.name = "this machine" if node is None else node.name
+        self.name = HERE if node is None else node.name
         self._stopped = stopped
         self._asked: Here | Remote
         if node is None or spec is None:

@@ -7,7 +7,6 @@ needs a kernel before it arrives compiles it.
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import re
@@ -17,13 +16,12 @@ from pathlib import Path
 from typing import Final
 
 from skyfab._util.cache import cache_folder
-from skyfab._util.sizes import readable
 from skyfab.errors import ProtocolError
 from skyfab.files.entries import walk
 from skyfab.files.source import Source
 from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Side, Transfer, check
-from skyfab.pool.file_worker import Remote
+from skyfab.pool.file_worker import Remote, fits
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.session.fanout import Raised, for_each_host
 from skyfab.ui.events import CallEnded, Event, Events
@@ -132,10 +130,5 @@ def _folder(key: str) -> Path:
 def _moved(source: Side, target: Side, room: int) -> int:
     """Copies files; returns their bytes."""
     transfer = Transfer(source, target, lambda done, total: None)
-    transfer.run(functools.partial(_fits, room))
+    transfer.run(functools.partial(fits, room, ""))
     return transfer.report.sent_size
-
-
-def _fits(room: int, size: int) -> None:
-    if size > room:
-        raise OSError(errno.ENOSPC, f"kernels of {readable(size)}")

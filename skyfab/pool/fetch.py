@@ -286,8 +286,10 @@ class _Fetch:
                 self._changed.wait()
 
     def _pass_on(self, batch: Sequence[str]) -> None:
-        holders = [node for node in self._holders[batch[0]] if node is not None]
-        is_here = None in self._holders[batch[0]]
+        places = [*self._holders[batch[0]]]
+        if not places:  # the only host that had it is lost: it is downloaded again
+            return
+        is_here, holders = None in places, [node for node in places if node is not None]
         blobs = cache_folder() / "blobs"
         errors = self._relay.send(
             {self._names[tag]: blobs / self._names[tag] if is_here else self._files[tag].size for tag in batch},

@@ -73,7 +73,8 @@ def lack(host: sky.Host, packages: list[Package]) -> Lack:
 
 def shared(sharing: Sharing, *lacks: Lack) -> list[bool]:
     with ThreadPoolExecutor(len(lacks)) as threads:
-        return [*threads.map(lambda one: sharing.share(*one, lambda: None), lacks)]
+        waits = [threads.submit(sharing.share, *one, lambda: None) for one in lacks]
+        return [wait.result() for wait in waits]
 
 
 def names(places: list[sky.Host]) -> list[str]:

@@ -208,7 +208,7 @@ class _RemoteGraph:
         """Sends the graph, unless the host has it. Returns its digest."""
         stream = tensors.streams[self._device.index]
         if self._stream is not stream:
-            graph = _Packed(self._module, self._about.lifted, stream.device)
+            graph: Any = _Packed(self._module, self._about.lifted, stream.device)  # unpickled as a Part
             is_tensor = [isinstance(value, torch.Tensor) for value in self._about.inputs]
             written = {sum(is_tensor[:at]) for at in self._about.written}
             made = functools.partial(

@@ -28,8 +28,11 @@ pytestmark = [
 TOLERANCE = 1e-4
 """Of outputs, gradients and weights, relative to the largest number of a tensor. Tokens are equal."""
 ROUNDING = 1e-6
-"""The same for tensors that are zero but for rounding: relative to the largest number of all outputs or gradients,
-and to 1 for weights."""
+"""The same for tensors that are zero but for rounding: relative to the largest number of all outputs or gradients, and
+to 1 for others."""
+RATE, EPSILON = 1e-2, 1e-3
+"""Of AdamW. A difference of a gradient makes one of its weight that is RATE / EPSILON times as large, at most. The
+default epsilon would make steps of the same length out of gradients that are zero but for rounding."""
 
 Config = dict[str, Any]
 Inputs = Callable[[], dict[str, Any]]
@@ -398,8 +401,7 @@ def step(model: Any, inputs: dict[str, Any]) -> dict[str, Any]:
     loss.backward()
     for name, parameter in model.named_parameters():
         found[f"gradient of {name}"] = parameter.grad
-    # The default `eps` would make steps of the same length out of gradients that are zero but for rounding.
-    torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3).step()
+    torch.optim.AdamW(model.parameters(), lr=RATE, eps=EPSILON).step()
     found.update(model.named_parameters())
     found.update(model.named_buffers())
     return found
@@ -414,8 +416,21 @@ def generated(model: Any, way: str, inputs: dict[str, Any]) -> Any:
         return str(error)
 
 
-KINDS = ("output", "gradient")
-"""First words of names of what a step computes; other names are those of weights, buffers, and ways to generate."""
+def tolerances(found: dict[str, Any]) -> dict[str, float]:
+    """How much each tensor may differ, by its name."""
+    largest: dict[str, float] = {}
+    for name, tensor in found.items():
+        kind = name.partition(" ")[0]
+        largest[kind] = max(size(tensor), largest.get(kind, 0.0))
+
+    def tolerance(name: str) -> float:
+        kind = name.partition(" ")[0]
+        smallest = ROUNDING * (largest[kind] if kind in ("output", "gradient") else 1.0)
+        if (gradient := f"gradient of {name}") in found:
+            smallest = max(smallest, RATE / EPSILON * tolerance(gradient))
+        return max(TOLERANCE * size(found[name]), smallest)
+
+    return {name: tolerance(name) for name in found}
 
 
 def size(tensor: Any) -> float:
@@ -441,19 +456,14 @@ def test_a_model_is_the_same_on_a_device(device: Any, architecture: Architecture
     here, there = program(architecture, "cpu"), program(architecture, device)
     assert here.keys() == there.keys()
     found = {name: value.result() for name, value in here.items() if isinstance(value, Future)}
-    largest: dict[str, float] = dict.fromkeys(KINDS, 0.0)
-    for name, mine in found.items():
-        kind = name.partition(" ")[0]
-        if kind in KINDS:
-            largest[kind] = max(largest[kind], size(mine))
+    allowed = tolerances(found)
     for name, value in here.items():
         if name not in found:
             assert there[name] == value, name
             assert value is None or REFUSED[architecture.name, name] in value
             continue
-        atol = max(TOLERANCE * size(found[name]), ROUNDING * largest.get(name.partition(" ")[0], 1.0))
-        same = torch.testing.assert_close
-        same(there[name].result(), found[name], rtol=0, atol=atol, msg=lambda text, name=name: f"{name}: {text}")
+        same, theirs = torch.testing.assert_close, there[name].result()
+        same(theirs, found[name], rtol=0, atol=allowed[name], msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_the_zoo_is_large() -> None:

@@ -28,11 +28,8 @@ LONG = (
     "env/test_environments.py",
     "test_examples.py",
     "plugins/test_elastic.py",
-    "device/test_p2p_copies.py",
-    "device/test_device_interrupts.py",
-    "device/test_device_examples.py",
+    "device",
     "detached/test_detached.py",
-    "device/test_device_calls.py",
     "faults/test_cuts.py",
     "session/test_sharing.py",
     "pool/test_leftovers.py",
@@ -51,7 +48,11 @@ LONG = (
     "test_security.py",
     "cli/test_terminal.py",
 )
-"""The files below tests/ that take longest, by default or with --slow: they are run first, then large files."""
+"""What takes longest below tests/, by default or with --slow: it is run first, then large files.
+
+A folder stands for all its files, which then follow each other. Tests of a remote device share a pool for as long as
+they do, and each new one has to import torch on two hosts.
+"""
 SLOW_FOLDERS = ("device", "faults", "fuzz", "gpu", "lab", "plugins")
 """Not in the fast tier: each needs a framework, or minutes."""
 AGAIN = 10
@@ -64,11 +65,8 @@ RESULTS = re.compile(r"^[.FEsxX]+(?:\s+\[ *\d+%\])?$")
 def in_order(paths: Sequence[Path]) -> list[str]:
     """The names of the files, those that take longest first: then all processes end at about the same time."""
     places = {ROOT / "tests" / name: place for place, name in enumerate(LONG)}
-    ordered = sorted(
-        paths,
-        # Those of a remote device follow each other, because they share a pool.
-        key=lambda path: (places.get(path, len(LONG)), path.parent.name != "device", -path.stat().st_size),
-    )
+    last = len(LONG)
+    ordered = sorted(paths, key=lambda path: (places.get(path, places.get(path.parent, last)), -path.stat().st_size))
     return [path.relative_to(ROOT).as_posix() for path in ordered]
 
 

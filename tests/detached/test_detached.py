@@ -26,7 +26,6 @@ import skyfab as sky
 from skyfab.detached.run import attached
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
-from skyfab.session.connection import Connection
 from skyfab.session.session import Session
 
 pytestmark = pytest.mark.lab
@@ -112,21 +111,6 @@ def launch(hosts: list[sky.Host], call: Any, **options: Any) -> sky.Run:
     """Starts a run from a pool that is closed right afterwards."""
     with sky.Compute(hosts, ui="none") as pool:
         return pool.launch(call, **options)
-
-
-def test_a_run_that_not_every_host_has_received_runs_nowhere(
-    hosts: list[sky.Host], spot: Spot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    settle = Connection.settle
-
-    def settle_unless_second(self: Connection) -> None:
-        if self.host == hosts[1].name:
-            raise sky.HostLost("gone", host=self.host)
-        settle(self)
-
-    monkeypatch.setattr(Connection, "settle", settle_unless_second)
-    with pytest.raises(sky.HostLost):
-        launch(hosts, count(10, spot / "go"))  # `nothing_runs_on` looks at both hosts
 
 
 @pytest.mark.slow

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import multiprocessing
 import os
 import pickle
@@ -17,6 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,11 +37,8 @@ torch = pytest.importorskip("torch")
 IN_PROCESS = os.environ.get("SKYFAB_TEST_DEVICE") == "process"
 
 
-_opened: list[tuple[Lab, sky.Compute, set[str]]] = []
-"""The pool that is open while tests of this folder follow each other: for each, torch is imported on both hosts.
-
-And the modules that its hosts can import: those that were imported here when it was opened.
-"""
+_opened: list[tuple[Lab, sky.Compute]] = []
+"""The pool that is open while tests of this folder follow each other: for each, torch is imported on both hosts."""
 
 
 @pytest.hookimpl(wrapper=True)
@@ -54,12 +53,22 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def _close() -> None:
     if _opened:
-        lab, pool, _ = _opened.pop()
+        lab, pool = _opened.pop()
         hosts = [host for host in lab.hosts if host.kind == "namespace"]
         with lab:
             pool.close()
             left = traces.left([lambda host=host: traces.on(host) for host in hosts])  # type: ignore[misc]
         assert not left, f"left behind by the tests of devices: {sorted(left)}"
+
+
+def _import_tests() -> None:
+    """Imports all tests of this folder: hosts can import modules that were imported here when their pool was opened.
+
+    With `./inv test`, a file of tests is imported only when it is its turn, and would need a pool of its own.
+    """
+    for path in sorted(Path(__file__).parent.glob("test_*.py")):
+        with contextlib.suppress(pytest.skip.Exception):  # a package is missing
+            importlib.import_module(path.stem)
 
 
 @pytest.fixture
@@ -69,20 +78,19 @@ def no_devices() -> None:
 
 
 @pytest.fixture(scope="module")
-def remote_pool(request: pytest.FixtureRequest) -> sky.Compute:
+def remote_pool() -> sky.Compute:
     """Two hosts over SSH, of these tests' own. Other modules use it too: a test that ends a worker has its own pool."""
     if IN_PROCESS:
         pytest.skip("needs hosts")
-    if _opened and request.module.__name__ not in _opened[0][2]:
-        _close()
     if not _opened:
+        _import_tests()
         kind: Any = os.environ.get("SKYFAB_TEST_LAB", "auto")
         lab = Lab.start(count=2, kind=kind, python=sys.executable)
         traces.kept.add(str(lab.folder))
         pool = sky.Compute(inventory=lab.inventory, ui="none")
-        _opened.append((lab, pool, {*sys.modules}))
+        _opened.append((lab, pool))
         pool.open()
-    _, pool, _ = _opened[0]
+    _, pool = _opened[0]
     for host in pool.hosts:
         pool.device("cpu", on=host.name)
     gc.collect()

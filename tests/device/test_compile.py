@@ -156,11 +156,10 @@ def test_the_same_numbers(device: Any, case: str, graphs: list[Any], notices: li
     assert not notices
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "case", ["mlp", *(pytest.param(case, marks=pytest.mark.soak) for case in CASES if case != "mlp")]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
 def test_the_same_numbers_with_inductor(device: Any, case: str, graphs: list[Any], notices: list[str]) -> None:
+    """The MLP's are those of `test_later_programs_find_what_was_compiled` too, in each run of the slow tests."""
     compare(case, device)
     assert len(graphs) == 1
     assert not notices
@@ -726,8 +725,11 @@ def compiled_there() -> dict[str, int]:
 
 
 @pytest.mark.slow
-def test_later_programs_find_what_was_compiled(lent_lab: Any) -> None:
-    """Inductor's cache on the host has it: it does not compile the same graph again."""
+def test_later_programs_find_what_was_compiled(
+    lent_lab: Any, graphs: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor's cache on the host has it: it does not compile the same graph again, and the numbers are the same."""
+    notices: list[str] = []
     host = next(iter(sky.Inventory.of(lent_lab.inventory).hosts.values()))
     cache = lent_lab.hosts[0].run(["mktemp", "-d"]).stdout.strip()
     found = []
@@ -735,8 +737,11 @@ def test_later_programs_find_what_was_compiled(lent_lab: Any) -> None:
         torch._dynamo.reset()
         with sky.Compute([host], ui="none", env={"TORCHINDUCTOR_CACHE_DIR": cache}) as compute:
             device = compute.device("cpu")
+            monkeypatch.setattr(tensors.streams[device.index].link, "notice", notices.append)
             compare("mlp", device)
             found.append(sky.run_on(device, compiled_there))
     assert found[0]["miss"] > 0
     assert found[1]["hit"] > 0
     assert found[1]["miss"] == 0
+    assert len(graphs) == 2, "one of each program"
+    assert not notices

@@ -28,7 +28,7 @@ from skyfab.pool.feeds import converse
 from skyfab.pool.futures import CallFuture, refuse_to_block
 from skyfab.pool.gpus import Gpus
 from skyfab.pool.node import Node, WorkerSpec
-from skyfab.pool.streams import Conversation
+from skyfab.pool.streams import Conversation, RemoteIterator
 from skyfab.protocol import codec, messages
 from skyfab.session.replies import Reply
 from skyfab.ui.events import Events
@@ -218,16 +218,24 @@ class Actor:
             self._advance()
         return future
 
-    def iterate(self, method: str, call: Call[Any]) -> Conversation:
-        """Calls a method that yields values."""
+    def iterate(self, method: str, call: Call[Any], owner: object = None) -> RemoteIterator[Any]:
+        """Calls a method that yields values. `owner` must not be dropped before the iterator is."""
         packed = replace(self._packed(method, self._one, call), yields=True, ahead=AHEAD)
         sent = _Group(self, [_Submitted(method, call, CallFuture())])
-        with SIGNAL_GUARD, self._lock:
-            self._advance(everything=True)
-            conversation = self._converse(packed, sent)
-            self._send(packed, sent, conversation)
-            self._in_progress += 1
-        return conversation
+        begun: Conversation | None = None
+        try:
+            with SIGNAL_GUARD:
+                with self._lock:
+                    self._advance(everything=True)
+                    conversation = self._converse(packed, sent)
+                    self._send(packed, sent, conversation)
+                    self._in_progress += 1
+                    begun = conversation
+                return RemoteIterator(conversation, owner)
+        except BaseException:  # what a handler raises at the end of the block: nothing would end the generator
+            if begun is not None:
+                begun.close(wait=False)
+            raise
 
     def generates(self, method: str) -> bool:
         """Whether a method yields values."""

@@ -415,7 +415,7 @@ class Compute(ShownAsTable):
                 task.future.pool = self
                 assert task.conversation is not None
                 return RemoteIterator(task.conversation)
-        except BaseException:  # what a handler raises at the end of the block: nobody has the iterator
+        except BaseException:  # what a handler raises at the end of the block: nothing would end the generator
             if task.conversation is not None:
                 task.conversation.close(wait=False)
             raise

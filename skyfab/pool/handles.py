@@ -39,7 +39,7 @@ class Method:
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
         call = INVOKE(self._name, *args, **kwargs)
         if self._actor.generates(self._name):
-            return RemoteIterator(self._actor.iterate(self._name, call), self._handle)
+            return self._actor.iterate(self._name, call, self._handle)
         return self._actor.call(self._name, call)
 
     def submit(self, /, *args: Any, **kwargs: Any) -> CallFuture:
@@ -228,7 +228,7 @@ class _Server:
         if isinstance(actor, Offered):
             return "returned", getattr(actor.made, method)(*args, **kwargs)
         if actor.generates(method):
-            self._iterators[number] = RemoteIterator(actor.iterate(method, call))
+            self._iterators[number] = actor.iterate(method, call)
             return "yields", number
         future = actor.submit(method, call)
         self._actors.serve(actor.node, worker, actor.generation)  # a handle may be among the arguments

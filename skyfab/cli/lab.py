@@ -39,9 +39,9 @@ def lab_up(
     """
     from skyfab import lab
 
-    made = lab.up(count, python=python)
-    path = made.inventory
-    print(*made.hosts, sep="\n", file=sys.stderr)
+    path = lab.up(count, python=python)
+    for host in lab.status():
+        print(host, file=sys.stderr)
     if sys.stdout.isatty():  # else the path goes to a variable already
         print(f"hint: export SKYFAB_INVENTORY={path}", file=sys.stderr)
     print(path, flush=True)
@@ -55,7 +55,7 @@ def lab_down() -> None:
 
         skyfab lab.down
     """
-    from skyfab.lab import find
+    from skyfab.lab.persistent import find
 
     lab = find()
     if lab is None:
@@ -86,10 +86,10 @@ def lab_status(json_: Json = False) -> None:
         skyfab lab.status
         skyfab lab.status --json
     """
-    from skyfab.lab import find
+    from skyfab import lab
+    from skyfab.lab.persistent import find
 
-    lab = find()
-    found = [] if lab is None else lab.hosts
+    found = lab.status()
     if json_:
         fields = ("name", "kind", "user", "address", "port", "up")
         report.print_json([{name: getattr(host, name) for name in fields} for host in found])
@@ -98,5 +98,5 @@ def lab_status(json_: Json = False) -> None:
         print(host)
     if not found:
         print(HINTS.adapted("no lab is up\nhint: skyfab lab.up"), file=sys.stderr)
-    elif lab and found[0].up and os.environ.get("SKYFAB_INVENTORY") != str(lab.inventory):
-        print(f"hint: export SKYFAB_INVENTORY={lab.inventory}", file=sys.stderr)
+    elif found[0].up and (here := find()) is not None and os.environ.get("SKYFAB_INVENTORY") != str(here.inventory):
+        print(f"hint: export SKYFAB_INVENTORY={here.inventory}", file=sys.stderr)

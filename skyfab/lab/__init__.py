@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from .host import LabHost
 from .lab import Lab
-from .persistent import find, up
+from .persistent import down, status, up
 from .process import LabProcess
 
-__all__ = ["Lab", "LabHost", "LabProcess", "find", "up"]
+__all__ = ["Lab", "LabHost", "LabProcess", "down", "status", "up"]

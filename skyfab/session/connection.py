@@ -21,7 +21,7 @@ from skyfab.protocol.pipes import Lender
 from skyfab.session.reader import Action, SharedReader, run
 from skyfab.session.reconnect import Joiner, Link, Reconnector, as_lost, close, close_later
 from skyfab.session.replies import Answer, Failure, Listener, PendingRequest, Replies
-from skyfab.session.state import LEAVING, State
+from skyfab.session.state import LEAVING, NEXT, State
 from skyfab.session.timing import Timing
 from skyfab.ssh.base import Stream
 
@@ -83,6 +83,11 @@ class Connection:
         return self.timing.clock() - self.last_received < self.timing.suspect_after
 
     @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+        return self._mux.bytes_out, self._mux.bytes_in
+
+    @property
     def is_leaving(self) -> bool:
         """Whether this side is closing the connection."""
         return self.state in LEAVING
@@ -91,13 +96,19 @@ class Connection:
     def is_suspect(self) -> bool:
         return self.state is State.SUSPECT
 
+    def _enter(self, state: State) -> None:
+        """The only place where the state changes."""
+        if state not in NEXT[self.state]:
+            raise AssertionError(f"{self.host}: {self.state.value} → {state.value}")
+        self.state = state
+
     # ---- opening and closing
 
     def begin(self, link: Link) -> None:
         """Takes the first stream, over which the agent will send its hello."""
         with SIGNAL_GUARD, self.lock:
             if self.state is State.NEW:  # else it was closed meanwhile
-                self.state = State.CONNECTING
+                self._enter(State.CONNECTING)
             self._reader.add(self)
             self._mux.attach(self._hello())
             self._take(link)
@@ -109,8 +120,8 @@ class Connection:
     def leave(self) -> None:
         """Starts closing: a thread that opens the connection stops."""
         with SIGNAL_GUARD, self.lock:
-            if not self.is_leaving and self.state is not State.LOST:
-                self.state = State.CLOSING
+            if State.CLOSING in NEXT[self.state]:
+                self._enter(State.CLOSING)
         self._reader.poke()
 
     def close(self, timeout: float) -> None:
@@ -148,8 +159,8 @@ class Connection:
     def detach(self) -> None:
         """Disconnects without a goodbye, unless the connection has ended."""
         with SIGNAL_GUARD, self.lock:
-            if self.state in (State.OPEN, State.SUSPECT):
-                self.state = State.DETACHED
+            if State.DETACHED in NEXT[self.state]:
+                self._enter(State.DETACHED)
                 self._let_go()
 
     def explain(self) -> None:
@@ -287,7 +298,7 @@ class Connection:
 
     def _actions(self) -> Sequence[Action]:
         if self.state is State.CONNECTING and self.replies.agent is not None:
-            self.state = State.OPEN
+            self._enter(State.OPEN)
         return self.replies.take() if self.replies.after else ()
 
     def on_error(self, error: BaseException) -> Sequence[Action]:
@@ -387,8 +398,8 @@ class Connection:
         """The stream is broken or seems to be: starts to attempt new ones."""
         if self._reconnector is None:
             if self.state is State.CONNECTING:
-                self.state = State.OPEN  # the hello was received just before the stream broke
-            self.state = State.SUSPECT
+                self._enter(State.OPEN)  # the hello was received just before the stream broke
+            self._enter(State.SUSPECT)
             self._reconnector = Reconnector(self, reason, self._since())
             self.replies.after.append(self._reconnector.start)
         return self._reconnector
@@ -404,7 +415,7 @@ class Connection:
     def resume(self) -> None:
         """Reopens the connection: the agent responds again."""
         assert self._reconnector is not None
-        self.state = State.OPEN
+        self._enter(State.OPEN)
         self._resumed = self.timing.clock(), self._reconnector
         self._reconnector = None
 
@@ -415,10 +426,10 @@ class Connection:
         self._unwatch()
         lost: HostLost | None = None
         if self.state in LEAVING:
-            self.state = State.CLOSED
+            self._enter(State.CLOSED)
             error = error or CallCancelled("the pool was closed", host=self.host)
         else:
-            self.state = State.LOST
+            self._enter(State.LOST)
             if self.replies.agent is not None:
                 error = lost = as_lost(error, self.host)
         assert error is not None

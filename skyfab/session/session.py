@@ -70,6 +70,11 @@ class Session:
         """Whether data was received from the host recently."""
         return self.connection.responds
 
+    @property
+    def moved(self) -> tuple[int, int]:
+        """Bytes sent and received so far."""
+        return self.connection.moved
+
     # ---- opening and closing
 
     def open(self) -> AgentHello:

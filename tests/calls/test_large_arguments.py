@@ -43,7 +43,7 @@ def spoil(value: bytearray) -> int:
 def sent(compute: sky.Compute) -> int:
     """Bytes that were sent to the host so far."""
     (node,) = compute.hosts
-    return node.session.connection.replies.mux.bytes_out
+    return node.session.connection.moved[0]
 
 
 @pytest.mark.parametrize("kind", [bytes, bytearray, str])

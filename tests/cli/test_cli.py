@@ -596,7 +596,7 @@ def test_lab_down_says_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stand_in = SimpleNamespace(folder=tmp_path / "lab", stop=lambda: time.sleep(0.5))
-    monkeypatch.setattr("skyfab.lab.find", lambda: stand_in)
+    monkeypatch.setattr("skyfab.lab.persistent.find", lambda: stand_in)
     monkeypatch.setattr("skyfab.cli.lab._PATIENCE", 0.1)
     lab_down.function()
     *lines, last = capsys.readouterr().err.splitlines()

@@ -350,8 +350,8 @@ def test_taking_down_that_was_interrupted_is_finished_the_next_time(
         patch.setattr("skyfab.lab.lab.shutil.rmtree", interrupted)
         with pytest.raises(KeyboardInterrupt, match=r"/hosts$"):
             lab.stop()
-    assert [host.up for host in Lab.load(lab.folder).hosts] == [False]
-    Lab.load(lab.folder).stop()
+    assert [host.up for host in lab_module.status(lab.folder)] == [False]
+    assert lab_module.down(lab.folder)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -392,25 +392,25 @@ def _importable() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(PROJECT)}
 
 
-def test_up_and_down_from_one_program_to_the_next(tmp_path: Path) -> None:
+def test_up_status_and_down_from_one_program_to_the_next(tmp_path: Path) -> None:
     folder = tmp_path / "standing"
-    assert lab_module.find(folder) is None
-    code = "import sys; from skyfab import lab; print(lab.up(2, sys.argv[1]).inventory)"
+    assert lab_module.status(folder) == []
+    code = "import sys; from skyfab import lab; print(lab.up(2, sys.argv[1]))"
     command = [sys.executable, "-c", code, str(folder)]
     said = subprocess.run(command, env=_importable(), check=True, capture_output=True, text=True).stdout
     inventory = Path(said.strip())
     try:
-        lab = lab_module.up(2, folder)
-        assert lab.inventory == inventory
-        assert [host.up for host in lab.hosts] == [True, True]
+        assert lab_module.up(2, folder) == inventory
+        assert [host.up for host in lab_module.status(folder)] == [True, True]
         with pytest.raises(UsageError, match="a lab of 2 hosts is already up, not of 3"):
             lab_module.up(3, folder)
         Lab.load(folder).hosts[1].kill()
-        assert [host.up for host in lab.hosts] == [True, False]
-        assert [host.up for host in lab_module.up(2, folder).hosts] == [True, True]
+        assert [host.up for host in lab_module.status(folder)] == [True, False]
+        lab_module.up(2, folder)
+        assert [host.up for host in lab_module.status(folder)] == [True, True]
     finally:
-        Lab.load(folder).stop()
-    assert lab_module.find(folder) is None
+        assert lab_module.down(folder) is True
+    assert lab_module.down(folder) is False
     assert not folder.exists()
 
 

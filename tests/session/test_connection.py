@@ -709,6 +709,14 @@ def test_what_is_lost_cannot_be_detached(bench: Bench) -> None:
     assert bench.state is State.LOST
 
 
+# ---- and no other arrow
+
+
+def test_a_state_that_does_not_follow_is_refused(bench: Bench) -> None:
+    with pytest.raises(AssertionError, match="new → open"):
+        bench.connection._enter(State.OPEN)
+
+
 # ---- sending and receiving
 
 
@@ -842,13 +850,12 @@ def test_since_when_a_host_is_suspect_stays(bench: Bench) -> None:
 
 def test_bytes_are_counted(bench: Bench) -> None:
     bench.open()
-    mux = bench.connection.replies.mux
-    out, into = mux.bytes_out, mux.bytes_in
+    out, into = bench.connection.moved
     bench.request()
     bench.stream.say(frame(PONG))
     bench.reader.turn()
     sent = messages.Has(names=[]).encode()
-    assert (mux.bytes_out, mux.bytes_in) == (out + HEADER.size + len(sent), into + HEADER.size)
+    assert bench.connection.moved == (out + HEADER.size + len(sent), into + HEADER.size)
 
 
 def test_who_this_is_and_what_it_has_received_is_said_first(bench: Bench) -> None:

@@ -49,7 +49,7 @@ def gc(
             print(f"{host}: {swept}\n", end="", flush=True)  # in one piece: hosts reply at any time
 
     if here:
-        report("here", sweep_here(days, dry_run=dry_run))
+        report("this machine", sweep_here(days, dry_run=dry_run))
     if known is not None:
         asked = question(days, dry_run=dry_run)
         with Asker(chosen, known) as asker:

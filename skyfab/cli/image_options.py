@@ -53,7 +53,7 @@ class ImageOptions:
         if more and image.is_exact:
             raise UsageError(
                 f"--with={more[0]} adds nothing to {image.lock}, which is used unchanged",
-                hint=f"add it there: skyfab prepare --pip=… --lock={image.lock}",
+                hint=f"add it to the lock: skyfab prepare --pip=… --lock={image.lock}",
             )
         return replace(image, pip=(*image.pip, *more))
 

@@ -76,8 +76,8 @@ class Package:
         return f"{self.sha256}/{self.filename}"
 
     @classmethod
-    def of_file(cls, path: Path, *, sha256: str | None = None, program: bool = False) -> Package:
-        sha256 = sha256 or name_of(path.read_bytes())
+    def of_file(cls, path: Path, *, program: bool = False) -> Package:
+        sha256 = name_of(path.read_bytes())
         return cls(sha256=sha256, filename=path.name, size=path.stat().st_size, content=path, program=program)
 
     @classmethod

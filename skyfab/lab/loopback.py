@@ -19,7 +19,7 @@ from .process import LabProcess, Process, listed, spawn
 LIMITS = (
     "All hosts share this machine's files, users, processes and hostname; only their caches differ.",
     "There is one user, and no password login.",
-    "A host cannot be cut off, slowed, delayed, kept from its peers, or given a small disk.",
+    "Hosts cannot be disconnected, slowed, delayed, blocked from each other, or given a small disk.",
     "Hosts have whatever route to the internet this machine has.",
 )
 MARK = "SKYFAB_LAB_HOST"

@@ -184,7 +184,7 @@ class _ContainerSet:
         try:
             self._reaper.stdin.write(f"{image}\n".encode())
         except BrokenPipeError:
-            raise UsageError("the process that keeps the containers has ended") from None
+            raise UsageError("the process that runs the containers has ended") from None
         said: dict[str, list[str]] = {}
         deadline = time.monotonic() + timeout
         while len(said) < len(self.nodes):
@@ -202,7 +202,7 @@ class _ContainerSet:
                 raise HostUnfit("its sshd did not start in time", host=self.nodes[0])
             data = os.read(self._reaper.stdout.fileno(), 65_536)
             if not data:
-                raise UsageError("the process that keeps the containers has ended")
+                raise UsageError("the process that runs the containers has ended")
             self._said += data
         line, _, self._said = self._said.partition(b"\n")
         return line.decode(errors="replace")

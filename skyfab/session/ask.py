@@ -379,7 +379,7 @@ class _Frames:
     # ---- what the frames' reader calls
 
     def place(self, stream: int, length: int) -> memoryview:
-        raise ProtocolError("data that belongs to no reply", host=self._host.name)
+        raise ProtocolError("data without a reply", host=self._host.name)
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         self._has_started = True
@@ -392,7 +392,7 @@ class _Frames:
         except (ValueError, RecursionError):
             about = None
         if not isinstance(about, dict):
-            raise ProtocolError("a reply that is not a JSON object", host=self._host.name)
+            raise ProtocolError("a reply is not a JSON object", host=self._host.name)
         self._replies.append((about, bytes(payload[end:])))
 
 

@@ -222,23 +222,18 @@ def log_in(
 
 
 @contextmanager
-def open_shell(
-    host: Host,
-    transport: Transport,
-    *,
-    stopped: Callable[[], bool] = lambda: False,
-) -> Iterator[Shell]:
+def open_shell(host: Host, transport: Transport) -> Iterator[Shell]:
     """Opens a shell on a host, which needs no Python; in scripts `$c` is the path of the cache folder."""
     _LOG.debug("%s: waiting for a shell", host.name)
     launch = Bootstrap(host=host, session=os.urandom(8).hex(), bundle=Bundle("none", ()), python="none")
-    with LOGINS.turn(transport.servers, stopped) as turn:
+    with LOGINS.turn(transport.servers) as turn:
         try:
-            stream = transport.open(launch.command(), stopped)
+            stream = transport.open(launch.command())
         except BaseException:
             transport.close()
             raise
         try:
-            deadline = Deadline(host, time.monotonic() + START, stopped, turn.close)
+            deadline = Deadline(host, time.monotonic() + START, bool, turn.close)
             shell = Shell(stream, launch.marker, deadline)
             shell.greeting = lambda: _greet(stream, shell)
             yield shell

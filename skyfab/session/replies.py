@@ -173,7 +173,7 @@ class Replies:
         if hello.protocol != VERSION:
             raise HostUnfit(f"its agent has protocol version {hello.protocol}, this program {VERSION}", host=self._host)
         if not (0 <= hello.gpus <= _MOST_GPUS and _is_address(hello.address)):
-            raise ProtocolError("its agent reports impossible facts about itself")
+            raise ProtocolError("its agent reports an invalid address or number of GPUs")
         self.agent = hello
         self.hellos += 1
         self.mux.resume(hello.received)
@@ -241,7 +241,7 @@ class Replies:
             if old in self._output:
                 self._drop(old)
         if len(self._output) - len(self._ended) >= _MOST_OUTPUTS:
-            raise ProtocolError("more processes than any pool has")
+            raise ProtocolError(f"more than {_MOST_OUTPUTS} output streams")
         self._streams[log.worker, kind] = stream
         self._output[stream] = (log.worker, Lines(kind))
 

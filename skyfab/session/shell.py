@@ -209,7 +209,7 @@ class _Answer:
         self._rest = self._rest[-_KEPT:]
         self._printed += len(data)
         if self._printed > _MOST:
-            raise ProtocolError("a script prints endlessly")
+            raise ProtocolError(f"a script printed more than {_MOST // 1024**2} MB")
         for line in lines:
             before, marked, status = line.partition(self._end)
             if marked:

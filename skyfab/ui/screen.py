@@ -21,6 +21,8 @@ _AFTER: Final = 1.0
 _MOST_CALLS: Final = 4
 """Lines of calls."""
 _COLUMNS: Final = "▁▂▃▄▅▆▇█"
+_WIDEST: Final = 60
+"""Characters of a chart."""
 _SPINNER: Final = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 _COLOURS: Final = tuple(f"\x1b[{code}m" for code in (36, 32, 33, 35, 34, 96, 92, 93, 95, 94))
 _DIM, _RED, _GREEN = "\x1b[2m", "\x1b[31m", "\x1b[32m"
@@ -222,14 +224,14 @@ def _time(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
-def columns(values: Sequence[float], *, most: int = 60) -> str:
+def columns(values: Sequence[float]) -> str:
     """Numbers as a small bar chart in one line, scaled from the minimum to the maximum.
 
     >>> columns([0, 1, 2, 3, 4, 5, 6, 7])
     '▁▂▃▄▅▆▇█'
     """
-    if len(values) > most:
-        values = [values[at * (len(values) - 1) // (most - 1)] for at in range(most)]
+    if len(values) > _WIDEST:
+        values = [values[at * (len(values) - 1) // (_WIDEST - 1)] for at in range(_WIDEST)]
     low, high = min(values, default=0.0), max(values, default=0.0)
     span = high - low or 1.0
     return "".join(_COLUMNS[round((value - low) / span * (len(_COLUMNS) - 1))] for value in values)

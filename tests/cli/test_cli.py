@@ -423,8 +423,8 @@ def test_gc_says_what_it_did_for_each_host(skyfab: Skyfab, tmp_path: Path, monke
     code, out, err = skyfab("gc", "--hosts=here1,dead", "--days=0")
     assert (code, out) == (3, "here1: nothing to remove\n")
     assert err.startswith("error: dead: ") and "Traceback" not in err
-    assert skyfab("gc", "--here") == (0, "here: nothing to remove\n", "")
-    assert skyfab("gc", "--here", "--hosts=here1").out == "here: nothing to remove\nhere1: nothing to remove\n"
+    assert skyfab("gc", "--here") == (0, "this machine: nothing to remove\n", "")
+    assert skyfab("gc", "--here", "--hosts=here1").out == "this machine: nothing to remove\nhere1: nothing to remove\n"
 
 
 # ---- errors as they read

@@ -110,7 +110,7 @@ class SkyfabError(Exception):
         return _rebuild, (type(self), self.args, self.__dict__)
 
     def __copy__(self) -> SkyfabError:
-        """To be raised in place of a stored error, which would keep the frames that it passes through in memory."""
+        """For raising a stored error again: the stored one would keep the frames of the program in memory."""
         make, about = self.__reduce__()
         made: SkyfabError = make(*about)
         made.__cause__ = self.__cause__

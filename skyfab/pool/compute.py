@@ -218,6 +218,7 @@ class Compute(ShownAsTable):
 
     @property
     def is_open(self) -> bool:
+        """Whether calls can be made: from `open` to `close`."""
         return self._open
 
     def __repr__(self) -> str:

@@ -428,20 +428,17 @@ class Worker(context.Client):
 
     def send(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
         """Sends a message as a whole."""
-        with self._sending:
-            self._send_message(stream, message, payload)
-
-    def _send_message(self, stream: int, message: bytes, payload: codec.Payload | None) -> None:
         pieces: tuple[Buffer, ...] = () if payload is None else (payload.data, *payload.buffers)
-        if sum(map(len, pieces)) <= SMALL and len(message) <= SMALL:
-            self._send(head_frame(stream, message, pieces))
-            return
-        self._send(head_frame(stream, message))
-        for piece in pieces:
-            part = memoryview(piece)
-            for at in range(0, len(part), CHUNK):
-                chunk = part[at : at + CHUNK]
-                self._send(data_header(stream, len(chunk)), chunk)
+        with self._sending:
+            if sum(map(len, pieces)) <= SMALL and len(message) <= SMALL:
+                self._send(head_frame(stream, message, pieces))
+                return
+            self._send(head_frame(stream, message))
+            for piece in pieces:
+                part = memoryview(piece)
+                for at in range(0, len(part), CHUNK):
+                    chunk = part[at : at + CHUNK]
+                    self._send(data_header(stream, len(chunk)), chunk)
 
     def _send(self, *buffers: Buffer) -> None:
         pending = list(buffers)

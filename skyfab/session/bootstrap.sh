@@ -37,15 +37,28 @@ if test -e "$c"; then
     ?????w*|????????w*) r="is writable by others";;
     *) test -O "$c" && r= || r="belongs to another user";;
   esac
-  # The owner of a link can make it lead elsewhere at any time. Above the home folder none is checked, as in link.py.
-  q=${c%/} h=$HOME/
-  while test -n "$q" && test "${h#"$q"/}" = "$h"; do
-    # shellcheck disable=SC2046 # the words of ls
-    test -L "$q" && set -- $(ls -ldn "$q") && case $3 in
-      0|"$(id -u)") ;;
-      *) r="is reached through a link of another user";;
-    esac
-    q=${q%/*}
+  # The owner of a link can make it lead elsewhere at any time, and who can write to a folder can replace what is in it.
+  # Above the home folder none is checked, as in link.py.
+  h=$HOME/
+  for q in "${c%/}" "$(cd -P "$c" 2>/dev/null && pwd -P)"; do
+    while test -n "$q" && test "${h#"$q"/}" = "$h"; do
+      # shellcheck disable=SC2046 # the words of ls
+      test -L "$q" && set -- $(ls -ldn "$q") && case $3 in
+        0|"$(id -u)") ;;
+        *) r="is reached through a link of another user";;
+      esac
+      # shellcheck disable=SC2046 # the words of ls
+      set -- $(ls -ldnL "$q")
+      case $1 in
+        ????????w[tT]*) ;;
+        ????????w*) r="is in a folder that is writable by others";;
+      esac
+      case $3 in
+        0|"$(id -u)") ;;
+        *) r="is in a folder that belongs to another user";;
+      esac
+      q=${q%/*}
+    done
   done
   test -z "$r" || {
     echo "${m}failed its cache folder $r: $c"

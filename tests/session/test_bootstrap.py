@@ -259,6 +259,24 @@ def test_nothing_is_written_through_a_link_of_another_user(tmp_path: Path, link:
     assert not list((tmp_path / "own" / "cache").iterdir())
 
 
+@pytest.mark.parametrize("link", [True, False])
+def test_nothing_is_written_below_a_folder_that_others_can_write_to(tmp_path: Path, link: bool) -> None:
+    """They could replace a bundle between a check and its use. A folder like /tmp, with the sticky bit, is none."""
+    shared, home = tmp_path / "shared", tmp_path / "home"
+    (shared / "own").mkdir(parents=True)
+    home.mkdir()
+    (home / ".cache").symlink_to(shared / "own")
+    cache = "~/.cache/skyfab" if link else str(shared / "own" / "skyfab")
+    made = Bootstrap(host=Host(name="node", cache=cache), session=SESSION, bundle=bundle(), python="none")
+    shared.chmod(0o777)
+    assert "failed its cache folder is in a folder that is writable by others" in answer(made, HOME=str(home))
+    shared.chmod(0o1777)
+    assert answer(made, HOME=str(home)) == "nopython"
+    if os.getuid() == 0:
+        os.chown(shared, 65534, 65534)
+        assert "failed its cache folder is in a folder that belongs to another user" in answer(made, HOME=str(home))
+
+
 def test_the_cache_is_there_and_closed_to_others_before_it_is_looked_at(tmp_path: Path) -> None:
     """Below a folder that all may write to, another user could make it between the look and its use."""
     cache = tmp_path / "open" / "deep" / "cache"

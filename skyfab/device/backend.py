@@ -15,7 +15,17 @@ import torch
 from torch.utils import backend_registration
 
 from skyfab._util.signals import SIGNAL_GUARD, without_signals
-from skyfab.device import autocast, composite_ops, manual_kernels, patches, sparse, torch_compile, torch_sky
+from skyfab.device import (
+    after_error,
+    autocast,
+    batches,
+    composite_ops,
+    manual_kernels,
+    patches,
+    sparse,
+    torch_compile,
+    torch_sky,
+)
 from skyfab.device.kernels import make_kernel
 from skyfab.device.tensors import TYPE
 from skyfab.errors import UsageError
@@ -115,6 +125,7 @@ def register() -> None:
     _libraries.extend(autocast.register())
     patches.apply()
     torch_compile.apply()
+    batches.on_error.append(after_error.forget)
 
 
 def _operators(own: dict[str, Callable[..., Any]]) -> list[tuple[str, Any]]:

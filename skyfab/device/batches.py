@@ -34,6 +34,13 @@ autograd has recorded."""
 
 observers: Final[list[Any]] = []
 """The profiles (profile.py) that count what all streams do."""
+on_error: Final[list[Callable[[Sequence[Sequence[Any]]], None]]] = []
+"""Called with the instructions that hosts have not executed because of an error, when that is raised."""
+
+
+def report_skipped(skipped: Sequence[Entry]) -> None:
+    for call in on_error:
+        call([entry[0] for entry in skipped])
 
 
 class Batch:

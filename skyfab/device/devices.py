@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _registering: Final = threading.Lock()
 """Held while a device gets its index."""
+staying: Final[dict[str, tuple[DeviceStream, dict[str, Any]]]] = {}
+"""Devices that outlive the program, by the ids of their runs, each with what the program keeps on it."""
 
 
 def open_device(name: str, link: HostLink, *, run: str = "", seeded: bool = True) -> DeviceStream:
@@ -62,7 +64,8 @@ def open_device(name: str, link: HostLink, *, run: str = "", seeded: bool = True
         stream.close()
         raise
     if run:
-        stream.device, stream.run = str(hello["device"]), run
+        stream.device = str(hello["device"])
+        staying[run] = stream, {}
     if seeded:
         stream.emit([wire.SEED, torch.initial_seed() % (1 << 64), 0])  # torch.manual_seed may have come before
     stream.emit(patches.settings())
@@ -126,11 +129,17 @@ def keep(device: torch.device, **values: Any) -> None:
     from skyfab.device import keeping
 
     stream = _stream_of(device)
-    if not stream.run:
+    kept = kept_on(stream)
+    if kept is None:
         hint = 'compute.device("cuda", name="lab") outlives it'
         raise UsageError(f"{stream.torch_device} ends with the program", host=stream.link.name, hint=hint)
     keeping.keep(stream, values)
-    stream.kept.update(values)
+    kept.update(values)
+
+
+def kept_on(stream: DeviceStream) -> dict[str, Any] | None:
+    """What the program keeps on a device; None if the device ends with the program."""
+    return next((kept for one, kept in staying.values() if one is stream), None)
 
 
 def fetch(tensor: torch.Tensor) -> Future[torch.Tensor]:

@@ -32,11 +32,11 @@ def kept(stream: DeviceStream) -> dict[str, Any]:
     return tree_map(lambda leaf: leaf[_HERE].result() if _is_marked(leaf) else leaf, found, is_leaf=_is_marked)  # type: ignore[no-any-return]
 
 
-def save(stream: DeviceStream) -> None:
+def save(stream: DeviceStream, values: Mapping[str, Any]) -> None:
     """The program ends: keeps everything once more, as it is now."""
     try:
         stream.consume(stream.earlier_error)
-        keep(stream, stream.kept)
+        keep(stream, values)
     except SkyfabError as error:
         stream.link.notice(f"kept as of the last sky.keep, not as it is now: {error.message}")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import threading
+import weakref
 from typing import Final
 
 import torch
@@ -22,6 +23,10 @@ from skyfab.host.device import wire
 _lock: Final = threading.RLock()
 """Held while a copy is emitted: they have one order."""
 _new_number: Final = itertools.count(1).__next__
+_channels: Final[weakref.WeakKeyDictionary[DeviceStream, weakref.WeakKeyDictionary[DeviceStream, int]]] = (
+    weakref.WeakKeyDictionary()
+)
+"""By the device that sends, and the one that receives; 0 if their hosts do not reach each other."""
 
 
 def channel_between(sender: DeviceStream, receiver: DeviceStream) -> int:
@@ -32,13 +37,14 @@ def channel_between(sender: DeviceStream, receiver: DeviceStream) -> int:
     sender.check()
     receiver.check()
     with _lock:
-        if sender.channels.get(receiver) in receiver.broken:
-            _forget(sender.channels.pop(receiver), sender, receiver)
-        if receiver not in sender.channels:
-            sender.channels[receiver] = _connect(sender, receiver)
-            if not sender.channels[receiver]:
-                receiver.channels[sender] = 0
-        return sender.channels[receiver]
+        known = _channels.setdefault(sender, weakref.WeakKeyDictionary())
+        if known.get(receiver) in receiver.broken:
+            _forget(known.pop(receiver), sender, receiver)
+        if receiver not in known:
+            known[receiver] = _connect(sender, receiver)
+            if not known[receiver]:
+                _channels.setdefault(receiver, weakref.WeakKeyDictionary())[sender] = 0
+        return known[receiver]
 
 
 def copy(channel: int, target: torch.Tensor, source: torch.Tensor, *, is_new: bool = False) -> None:

@@ -13,13 +13,12 @@ import os
 import pickle
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
-from skyfab.device.batches import Batch, Entry, Then, current, observers
+from skyfab.device.batches import Batch, Entry, Then, current, observers, report_skipped
 from skyfab.device.call_site import CallSite, describe, find_call_site
 from skyfab.device.storages import RemoteStorage, forget
 from skyfab.errors import DeviceError, HostLost, SkyfabError, UsageError, WorkerDied
@@ -81,10 +80,6 @@ class DeviceStream:
         self.device = device
         """The device's name on its host."""
         self.link = link
-        self.run = ""
-        """The id of the run that it belongs to, if it outlives the program."""
-        self.kept: dict[str, Any] = {}
-        """What the program keeps on it, by name."""
         self.freed: list[int] = []
         """Ids that are no longer used."""
         self.dead: list[RemoteStorage] = []
@@ -92,8 +87,6 @@ class DeviceStream:
         self.limit = BATCH
         """How many instructions are sent at once; 0 while there is an error to raise."""
         self.buffer: list[Entry] = []
-        self.channels: weakref.WeakKeyDictionary[DeviceStream, int] = weakref.WeakKeyDictionary()
-        """For copies to other devices; 0 if their hosts do not reach each other."""
         self.broken: set[int] = set()
         """Channels from other devices that have failed."""
         self._lock = threading.RLock()
@@ -365,9 +358,7 @@ class DeviceStream:
             self.buffer[: len(entries)] = [*remembered, resume]
             self._error, self._skipped, self._uploads, self._size = None, [], [], 0
             self.limit = BATCH if self._lost is None else 0
-        from skyfab.device import after_error  # it imports torch
-
-        after_error.forget([entry[0] for entry in skipped])
+        report_skipped(skipped)
 
     def leave_to_parent(self) -> None:
         """This process was forked: the device belongs to the parent."""

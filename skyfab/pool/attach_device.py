@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.image import Image
 from skyfab.detached.run import attached, runs
-from skyfab.device.stream import open_streams
+from skyfab.device import devices
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
@@ -55,8 +55,8 @@ def attach_device(
     if run.state != "running":
         run.result(timeout=0)  # raises the reason if it was lost or has failed
         raise UsageError(f"{name!r} has ended: {run.last}")
-    stream = next((one for one in open_streams() if one.run == run.id), None)
-    if stream is None:  # else a cell of a notebook is executed again
+    stream, _ = devices.staying.get(run.id, (None, None))
+    if stream is None or stream.is_lost:  # else a cell of a notebook is executed again
         image = Image(python=run.parts[0].about.python)
         pool = Compute([host], inventory=run.inventory, image=image, **options)
         try:

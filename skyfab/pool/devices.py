@@ -224,10 +224,10 @@ class Devices:
         streams, self.streams = self.streams, {}
         for stream in streams.values():
             error = stream.earlier_error
-            if stream.kept and not stream.is_lost:
+            if (kept := devices.kept_on(stream)) and not stream.is_lost:
                 from skyfab.device import keeping
 
-                keeping.save(stream)
+                keeping.save(stream, kept)
             stream.close()
             if isinstance(error, DeviceError):
                 text = f"this error was not raised, because the device was not used again: {error.message}"

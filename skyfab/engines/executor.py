@@ -68,6 +68,9 @@ class PoolExecutor(futures.Executor):
         return itertools.chain.from_iterable(super().map(chunked, chunks, **options))
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Does nothing in a forked child: the calls are the parent's."""
+        if self._process != os.getpid():
+            return
         with SIGNAL_GUARD:
             self._threads.shutdown(wait=False)
             for future in list(self._given) if cancel_futures else ():
@@ -80,6 +83,8 @@ class PoolExecutor(futures.Executor):
         """Shuts down, and stops the calls that run."""
         self._is_stopped = True
         self.shutdown(wait=False, cancel_futures=True)
+        if self._process != os.getpid():
+            return
         for given in list(self._given.values()):
             if given is not None:
                 given.cancel()

@@ -316,6 +316,20 @@ def test_an_exception_in_the_block_waits_for_calls_and_ctrl_c_stops_them(two: sk
             future.result()
 
 
+def test_a_forked_child_leaves_the_block_at_once_and_ends_nothing() -> None:
+    program = """if True:
+        import os, time
+        import skyfab as sky
+        with sky.Compute("local") as pool, pool.executor() as executor:
+            future = executor.submit(time.sleep, 1)
+            child = os.fork()
+        if child:
+            print(os.waitpid(child, 0)[1], future.result(0))
+    """
+    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "0 None\n", "")
+
+
 def test_a_call_that_comes_during_the_shutdown_does_not_hold_it_up(
     two: sky.Compute, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from skyfab._util.atomic import write
 from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted
-from skyfab.cli.command import Detach, Option, command
+from skyfab.cli.command import Option, command
 from skyfab.cli.script_options import ScriptOptions
 from skyfab.errors import UsageError
 from skyfab.ui.terminal import LiveLines, clean, is_rich, put
@@ -46,9 +46,9 @@ def sweep(
     grid: Annotated[str | None, Option("a file with the arguments of one trial on each line", "FILE")] = None,
     gpus: Annotated[str, Option("GPUs for each trial, or a share of one, such as 0.5", "N")] = "0",
     slots: Annotated[int | None, Option("trials at a time on a host", "N", default="the inventory's slots")] = None,
-    detach: Detach = False,
+    detach: Annotated[bool, Option("start the sweep and return")] = False,
     keep_going: Annotated[bool, Option("begin new trials even after one has failed")] = False,
-    resume: Annotated[bool, Option("run only the trials of the last sweep of this name that are not done")] = False,
+    resume: Annotated[bool, Option("in the last sweep of this name, run only the trials that are not done")] = False,
     follow: Annotated[bool, Option("show a running sweep until it has ended", short="f")] = False,
     name: Annotated[str | None, Option("a name for the sweep", "NAME", default="that of the script")] = None,
     csv_: Annotated[str | None, Option("write the table to this file; - is stdout", "FILE")] = None,

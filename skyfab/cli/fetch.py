@@ -23,7 +23,7 @@ def fetch(
     """Fetch a model or a file into the cache of every host.
 
     Models and data sets of the Hugging Face hub are laid out as by its own library, so functions, runs and shells on
-    the hosts find them: from_pretrained("org/model"). Other files go into the folder fetched of the cache. Prints the
+    the hosts find them: from_pretrained("org/model"). Other files go into the cache's folder "fetched". Prints the
     path on each host. Hosts that reach the server download different files and pass them on to the others; if no host
     reaches it, this machine downloads. Checks every file against its hash. Ctrl-C keeps what has arrived; repeat the
     command to continue. Uses HF_TOKEN for models that need a token, and HF_ENDPOINT for another hub. If a host fails,

@@ -17,7 +17,9 @@ def gc(
     hosts: Hosts = None,
     inventory: InventoryFile = None,
     days: Annotated[int, Option("remove what has not been used for N days", "N", least=0)] = 30,
-    here: Annotated[bool, Option("clean the cache of this machine too; without --hosts, only that one")] = False,
+    here: Annotated[
+        bool, Option("clean the cache of this machine too; without --hosts, clean only this machine's")
+    ] = False,
     dry_run: Annotated[bool, Option("show what would be removed, and remove nothing")] = False,
     json_: Json = False,
 ) -> None:

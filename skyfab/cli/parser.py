@@ -100,7 +100,12 @@ class CommandLine:
         if at:
             _, unknown = self.parser.parse_known_args(words[:at], general)
             if unknown:
-                raise UsageError(f"unknown option {unknown[0]}", hint=f"{HINTS.program} --help")
+                hint = f"{HINTS.program} --help"
+                if command := self._commands.get("".join(words[at : at + 1])):
+                    known = [flag for action in CommandParser(command).actions for flag in action.option_strings]
+                    if all(one.partition("=")[0] in known for one in unknown):
+                        hint = f"options follow the command: {_typed(words[at], *words[:at], *words[at + 1 :])}"
+                raise UsageError(f"unknown option {unknown[0]}", hint=hint)
         if at == len(words):
             return Line(command="", values={})
         name, given = words[at], words[at + 1 :]
@@ -147,12 +152,16 @@ class CommandLine:
             help_ = f"put the program after --: {_typed(command, *words[:at], '--', *words[at:])}"
             word = None
         if word is None:
+            if any(one.positional and one.option.value == "PATH" for one in self._commands[command].parameters):
+                help_ = f"{command} copies one path: repeat the command for {shlex.quote(unknown[0])}"
             return UsageError(f"unexpected argument {unknown[0]!r}", hint=help_)
         name, equals, value = word.partition("=")
         known = [flag for action in self.parsers[command].actions for flag in action.option_strings]
         near = nearest(name.replace("_", "-"), known)
         typed = [f"{near}{equals}{value}" if one == word else one for one in words]
-        if (rest := self._commands[command].rest) is not None and not rest.option.follows:
+        if rest is not None and not rest.option.follows:
+            if "--" not in words and rest.option.value.startswith("[") and all("=" in one for one in unknown):
+                help_ = _typed(command, *(one for one in words if one not in unknown), "--", *unknown)
             help_ = f"options of the program follow after --: {help_}"
         return UsageError(f"unknown option {name}", hint=f"did you mean: {_typed(command, *typed)}" if near else help_)
 

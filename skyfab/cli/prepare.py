@@ -40,8 +40,8 @@ def prepare(
 ) -> None:
     """Build an environment in advance, on all hosts in parallel.
 
-    Without packages, builds that of the project in the current folder, as skyfab run does; --with adds to it. Programs
-    with the same Image(pip=…, pip_indexes=…, apt=…) find it ready.
+    Without packages, builds the environment of the project in the current folder, as skyfab run does; --with adds to
+    it. Programs with the same Image(pip=…, pip_indexes=…, apt=…) find it ready.
 
         skyfab prepare --hosts=gpu
         skyfab prepare --pip=numpy,torch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -86,9 +87,15 @@ def get(
         if is_mirrored and not path:
             return 3 if silent else 0
         if not path or not chosen:
-            why = "wrote no files on its hosts" if found.has_ended else "lists no files before it has ended"
-            why = why if chosen else "has no folder on other machines"
-            raise UsageError(f"run {run} ({found.state}) {why}", hint="skyfab get --help")
+            hint = "skyfab get --help"
+            if not chosen:
+                why = "has no folder on other machines"
+            elif found.has_ended and found.state != "lost":
+                why = "wrote no files on its hosts"
+            else:
+                why = "has no list of its files" if found.state == "lost" else "lists no files before it has ended"
+                hint = f"name them: skyfab get --run={shlex.quote(run)} PATH"
+            raise UsageError(f"run {run} ({found.state}) {why}", hint=hint)
     elif not path:
         raise UsageError("expected a path, or --run", hint="skyfab get --help")
     else:

@@ -10,7 +10,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Annotated, Final
 from urllib.parse import urlsplit
 
-from skyfab.cli.command import COMMAND, Detach, Option, command
+from skyfab.cli.command import COMMAND, Option, command
 from skyfab.cli.gpu_options import GpuOptions
 from skyfab.cli.script_options import ScriptOptions
 from skyfab.errors import BroadcastError, UsageError, WorkerDied
@@ -47,7 +47,7 @@ def serve(
     sync: Annotated[
         bool, Option("first copy the current folder to the hosts, except what .gitignore excludes")
     ] = False,
-    detach: Detach = False,
+    detach: Annotated[bool, Option("start the server and return, without forwarding its port")] = False,
 ) -> None:
     """Start a server on hosts, and forward its port to 127.0.0.1.
 

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from skyfab._util.atomic import write
 from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted
-from skyfab.cli.command import Detach, Option, command
+from skyfab.cli.command import Option, command
 from skyfab.cli.script_options import ScriptOptions
 from skyfab.errors import UsageError
 from skyfab.ui.terminal import LiveLines, clean, is_rich, put
@@ -46,9 +46,9 @@ def sweep(
     grid: Annotated[str | None, Option("a file with the arguments of one trial on each line", "FILE")] = None,
     gpus: Annotated[str, Option("GPUs for each trial, or a share of one, such as 0.5", "N")] = "0",
     slots: Annotated[int | None, Option("trials at a time on a host", "N", default="the inventory's slots")] = None,
-    detach: Detach = False,
+    detach: Annotated[bool, Option("start the sweep and return")] = False,
     keep_going: Annotated[bool, Option("begin new trials even after one has failed")] = False,
-    resume: Annotated[bool, Option("run only the trials of the last sweep of this name that are not done")] = False,
+    resume: Annotated[bool, Option("in the last sweep of this name, run only the trials that are not done")] = False,
     follow: Annotated[bool, Option("show a running sweep until it has ended", short="f")] = False,
     name: Annotated[str | None, Option("a name for the sweep", "NAME", default="that of the script")] = None,
     csv_: Annotated[str | None, Option("write the table to this file; - is stdout", "FILE")] = None,
@@ -65,7 +65,7 @@ def sweep(
     The sweep continues on the hosts if this program ends; skyfab sweep NAME shows the table. At a terminal, Ctrl-C asks
     whether to stop or detach. After a failure, no new trials begin unless --keep-going is given. The same command with
     --resume runs the trials that failed, were lost or have not begun. Exits with 1 if a trial failed, with 3 if one was
-    lost with its host.
+    lost with its host, or if trials are not known to be done because a host does not respond.
 
         skyfab sweep train.py lr=1e-3,1e-4 seed=1..5 --gpus=1
         skyfab sweep train.py --detach --name=night -- --lr=1e-3,1e-4
@@ -194,7 +194,7 @@ def _show(name: str, hosts: Any, inventory: Any, results: Results, *, follow: bo
                 if (trials and not follow) or (run.parts and run.state != "running"):
                     break
                 if is_rich(sys.stdout):
-                    shown = [trial for trial in trials if trial.state != "waiting"]
+                    shown = [trial for trial in trials if trial.state not in ("waiting", "unknown")]
                     lines = aligned(*_table(sorted(shown, key=lambda trial: trial.state != "running"))).splitlines()
                     put(sys.stdout, live.frame("", [_summary(trials, run), *lines]))
                 elif _summary(trials, run) != before:
@@ -215,7 +215,15 @@ def _show(name: str, hosts: Any, inventory: Any, results: Results, *, follow: bo
             run.raise_failure()  # it could not start
         _report(trials, run, results)
     states = {trial.state for trial in trials}
-    return 1 if "failed" in states else 3 if "lost" in states else int(bool(states & {"stopped", "not started"}))
+    if "failed" in states:
+        return 1
+    is_incomplete = "lost" in states or (_missing(run) and states != {"done"})
+    return 3 if is_incomplete else int(bool(states & {"stopped", "not started"}))
+
+
+def _missing(run: Run) -> list[str]:
+    """Hosts of the run whose notes were not read."""
+    return [*run.silent, *run.unasked]
 
 
 def _report(trials: Sequence[Trial], run: Run, results: Results) -> None:
@@ -237,7 +245,12 @@ def _report(trials: Sequence[Trial], run: Run, results: Results) -> None:
         print(HINTS.adapted(clean(f"the {what} of trial {trial.trial}: {get}", colour=False)), file=sys.stderr)
     for part in [part for part in run.parts if part.about.place and part.state == "failed"]:
         print(HINTS.adapted(f"{part.host}: its driver failed; to see why: skyfab attach {run.id[:8]}"), file=sys.stderr)
-    if run.state != "running" and any(trial.state != "done" for trial in trials):
+    if all(trial.state == "done" for trial in trials):
+        return
+    for host in _missing(run):
+        why = "no response" if host in run.silent else "not asked"
+        print(f"{host}: {why}, so trials may have run or ended there that are shown otherwise", file=sys.stderr)
+    if run.state != "running" and not _missing(run):
         print("to run the trials that are not done, repeat the command with --resume", file=sys.stderr)
 
 

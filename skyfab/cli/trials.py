@@ -54,6 +54,8 @@ def _values(pattern: str) -> Sequence[str]:
         return [pattern]
     found: list[str] = []
     for value in _COMMA.split(text):
+        if not text:
+            raise UsageError(f"no values in {pattern!r}", hint=f"write values after the =: {name}=1e-3,1e-4")
         if not value:
             raise UsageError(f"an empty value in {pattern!r}", hint="write no space after a comma, or use --grid=FILE")
         match = _RANGE.fullmatch(value)

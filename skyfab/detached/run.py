@@ -316,8 +316,9 @@ class Run(ShownAsTable):
         place = rank if self._about.on == "all" else None
         found = asker.ask_one(Question("runs.content", content_of, {"run": self.id, "name": f"result.{rank}"}), host)
         if found is None:
-            full = (host.name, rank) in self.failed
-            what = "ended, and the disk had no space for its result" if full else "was stopped"
+            has_failed = (host.name, rank) in self.failed
+            why = "its host was restarted, or its disk was full"
+            what = f"ended without a result: {why}" if has_failed else "was stopped"
             return None, SkyfabError(f"rank {rank} of {self.function} {what}", host=host.name, rank=place)
         content = memoryview(found)
         try:

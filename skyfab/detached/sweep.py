@@ -21,7 +21,7 @@ _FOLDER: Final = re.compile(r"sweeps/[\w.=+-]+-\d{4}-\d{6}/\d{4,}[\w.=+-]*", re.
 _LIMITS: Final = schema.Limits(characters=1000, items=1000)
 _ORDER: Final = ("waiting", "given", "running", "failed", "done")
 """The steps of a trial."""
-Step = Literal["waiting", "given", "running", "failed", "done", "lost", "stopped", "not started"]
+Step = Literal["waiting", "given", "running", "failed", "done", "lost", "stopped", "not started", "unknown"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +104,14 @@ class Sweep:
         states = {part.about.place: part.state for part in self.run.parts}
         is_running = "running" in states.values()
         if trial.state == "waiting":
-            return "waiting" if is_running and states.get(0, "running") == "running" else "not started"
+            if 0 not in states:
+                return "unknown"  # only the first host, which has the list, knows whether it was given to a rank
+            return "waiting" if states[0] == "running" else "not started"
         if trial.state in ("done", "failed"):
             return trial.state
         state = states.get(trial.rank)
         if state == "running" or (state is None and is_running and (trial.trial, trial.rank) not in self._lost):
             return "running"  # perhaps on a host that does not respond now
+        if state is None and trial.rank == 0:
+            return "unknown"  # no other host would note its end
         return "stopped" if state == "stopped" else "lost"

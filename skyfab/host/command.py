@@ -100,7 +100,7 @@ def how_it_ended(code: int) -> str:
 
 def _environment() -> dict[str, str]:
     """That of this worker; the programs of its Python come first, and its own modules can be imported."""
-    env = dict(os.environ)
+    env = {"PYTHONUNBUFFERED": "1", **os.environ}  # else Python shows the lines of a program late
     bundle = os.path.dirname(os.path.dirname(context.__file__))
     own = sys.path[: sys.path.index(bundle) + 1]  # the project's folders are before it
     env["PYTHONPATH"] = os.pathsep.join([*own, *filter(None, [env.get("PYTHONPATH")])])

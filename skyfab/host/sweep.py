@@ -251,7 +251,7 @@ class Driver:
         folder, began, error = os.path.abspath(trial["folder"]), time.monotonic(), ""
         name = self._plan["script"]
         script = next(path for root in sys.path if os.path.isfile(path := os.path.join(root, name)))
-        env = {"PYTHONUNBUFFERED": "1", "SKYFAB_WORKDIR": os.getcwd(), REPORT: f"{folder}/{_REPORT}"}
+        env = {"SKYFAB_WORKDIR": os.getcwd(), REPORT: f"{folder}/{_REPORT}"}
         if gpus is not None:
             env |= {"CUDA_VISIBLE_DEVICES": gpus.numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
         limited = [] if self._plan["share"] is None else ["-c", _LIMITED, self._plan["share"]]

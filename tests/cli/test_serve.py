@@ -169,6 +169,16 @@ def test_a_command_that_is_not_there_is_not_restarted(folder: Path, namespaces: 
     assert "restarting" not in served.stderr
 
 
+def test_a_text_that_python_prints_is_seen_immediately(folder: Path, namespaces: Lab) -> None:
+    """Although its output is not a terminal."""
+    script = "import time; print('ready now'); time.sleep(600)"
+    served = serve(folder, namespaces, "text", "--ready=ready now", "--timeout=30", "--", "python3", "-c", script)
+    assert "text: ready\n" in served.stderr
+    logs = skyfab(folder, "logs", "text", inventory=namespaces.inventory)
+    assert logs.stdout == "node1 ready now\n"
+    stop(folder, namespaces, "text")
+
+
 def test_what_a_program_left_running_is_ended_before_it_is_restarted(folder: Path, namespaces: Lab) -> None:
     """Also if it ignores SIGTERM. A text that is printed says when it is ready."""
     script = """

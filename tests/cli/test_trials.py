@@ -40,7 +40,7 @@ def test_what_a_pattern_stands_for(pattern: str, values: list[str]) -> None:
     ("patterns", "message"),
     [
         ([], "no trials"),
-        (["lr="], "an empty value in 'lr='"),
+        (["lr="], "no values in 'lr='"),
         (["lr=1,,2"], "an empty value"),
         (["seed=5..1"], r"5\.\.1 gives no trials"),
         (["lr=0.1..0.5"], "whole numbers"),

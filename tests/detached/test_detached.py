@@ -361,6 +361,8 @@ def test_a_run_whose_host_was_started_again_is_lost_and_its_logs_are_there(spot:
         with pytest.raises(sky.HostLost) as raised:
             run.result(10)
         assert raised.value.hint == f"its output until then: skyfab logs {run.id[:8]}"
+        said = skyfab(lab, "get", "--run=unlucky").stderr
+        assert "run unlucky (lost) has no list of its files\nhint: name them: skyfab get --run=unlucky PATH\n" in said
         own.close()
 
 

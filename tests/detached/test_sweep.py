@@ -195,6 +195,23 @@ def test_a_failure_stops_new_trials_and_resume_repeats_what_is_not_done(project:
     assert "of 1 trial, the last sweep had none" in project.said
 
 
+@pytest.mark.slow
+def test_without_a_reply_of_the_first_host_it_is_unknown_what_is_done(project: Project) -> None:
+    project.sweep("trial.py", "--slots=1", "seed=1..4")
+    first = project.hosts[0]
+    first.cut()
+    try:
+        found = json.loads(project.sweep("trial", "--json=-", code=3))
+    finally:
+        first.restore()
+    own = {one["state"] for one in found if one["host"] == "node2"}
+    assert own == {"done"}
+    assert {one["state"] for one in found if one["host"] != "node2"} == {"unknown"}
+    assert "node1: no response, so trials may have run or ended there" in project.said
+    assert "--resume" not in project.said
+    assert set(project.states().values()) == {"done"}
+
+
 def test_a_sweep_goes_on_when_the_program_that_started_it_is_killed(project: Project) -> None:
     project.spot.leave("hold")
     argv = [sys.executable, "-m", "skyfab", *project.words("trial.py", "seed=1..6")]

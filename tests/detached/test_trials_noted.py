@@ -104,7 +104,8 @@ def test_a_line_that_is_not_complete_is_read_later() -> None:
     ("notes", "states", "state"),
     [
         ([], ("running", "running"), "waiting"),
-        ([], (None, "running"), "waiting"),
+        ([], (None, "running"), "unknown"),
+        ([], (None, "done"), "unknown"),
         ([], ("failed", "running"), "not started"),
         ([], ("done", "done"), "not started"),
         (["given"], ("running", "running"), "running"),

@@ -472,6 +472,7 @@ def test_files_of_runs_at_once_are_fetched_from_the_folder_of_each(here: Path, l
         assert logs == [f"{name}.log"], "what was copied with the folder is not the run's own"
         said = ran("get", f"--run={id_}", code=2).stderr
         assert f"error: run {id_} (running) lists no files before it has ended\n" in said
+        assert f"hint: name them: skyfab get --run={id_} PATH\n" in said
     ran("stop", "--all", "--yes", "--hosts=node1")
     for name, id_ in ids.items():
         ran("get", f"--run={id_}", f"--to={name}.all")

@@ -33,7 +33,8 @@ _HIDDEN: Final = (
     pickle.__file__,
 )
 _FRAME: Final = re.compile(
-    r'(?P<margin>(?: *\| )?)  File "(?P<hidden>[^"]*/bundles/[0-9a-f]+/skyfab/|<frozen (?:runpy|importlib))?'
+    r'(?P<margin>(?: *\| )?)  File "'
+    r'(?P<hidden>[^"]*/bundles/[0-9a-f]+/(?:skyfab|cloudpickle)/|<frozen (?:runpy|importlib))?'
 )
 """A frame on a host; in an exception group it has a margin. `hidden` matches if it is not the program's."""
 _CHAIN: Final = {

@@ -91,12 +91,21 @@ START = (
     '    runpy.run_path(path, run_name="__main__")\n'
     '  File "<frozen runpy>", line 291, in run_path\n'
 )
+IMPORT = (
+    '  File "/root/.cache/skyfab/bundles/ab12/cloudpickle/cloudpickle.py", line 469, in subimport\n'
+    "    __import__(name)\n"
+)
 
 
 def test_frames_that_start_a_script_are_not_shown() -> None:
     text = failure.text(from_host(ValueError("x"), "node1", 0, START + FRAMES))
     assert text == failure.text(from_host(ValueError("x"), "node1", 0, FRAMES))
     assert "model.py" in text
+
+
+def test_frames_that_unpickle_a_function_are_not_shown() -> None:
+    text = failure.text(from_host(ModuleNotFoundError("No module named 'np'"), "node1", 0, IMPORT))
+    assert text == "node1[0] ModuleNotFoundError: No module named 'np'"
 
 
 @pytest.mark.parametrize("margin", ["", "  | "])

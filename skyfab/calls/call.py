@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import Future, as_completed
 from dataclasses import dataclass
-from typing import Any, Final, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, ParamSpec, Protocol, TypeVar, cast, overload
 
 from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.stream import parameters
@@ -213,8 +213,15 @@ class Call(Generic[R]):
     def __and__(self, other: Call[Any] | Group) -> Group:
         return gather(self, *(other.calls if isinstance(other, Group) else (other,)))
 
-    def __bool__(self) -> bool:
+    def _has_not_run(self, *_: object) -> NoReturn:
         raise TypeError(f"{self.function.label}(…) has not run: write {self.function.label}(…) >> compute")
+
+    if not TYPE_CHECKING:  # type checkers refuse what is not defined, and what follows NoReturn they do not check
+        __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _has_not_run
+        __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _has_not_run
+        __neg__ = __abs__ = __round__ = __int__ = __float__ = _has_not_run
+        __lt__ = __le__ = __ge__ = _has_not_run
+        __bool__ = __len__ = __contains__ = __getitem__ = _has_not_run
 
     def __iter__(self) -> NoReturn:
         raise TypeError(f"{self.function.label}(…) has not run: for value in {self.function.label}(…) >> compute")

@@ -30,7 +30,7 @@ from skyfab.protocol.blobs import split
 from skyfab.session.ask import PASSING, Asker, Outcome, Question, only
 from skyfab.session.fanout import one_error
 from skyfab.ui.events import FilesWritten
-from skyfab.ui.failure import left_running
+from skyfab.ui.failure import install, left_running
 from skyfab.ui.suppressed import is_noise
 from skyfab.ui.terminal import settled
 
@@ -379,6 +379,7 @@ def runs(
     With ``results="data"`` hosts are not trusted, as for `Compute`.
     Raises HostError if a host cannot be queried.
     """
+    install()
     with _asker_of(Inventory.of(inventory), hosts) as asker:
         found, errors = survey(asker, results)
     if errors:
@@ -428,6 +429,7 @@ def attach(
     `hosts`, `inventory` and `results` are as for `Compute`; without `hosts`, those of the inventory and this machine.
     Raises UsageError if there is no such run, or if several IDs begin with `id`.
     """
+    install()
     with attached(id, hosts, inventory=inventory, results=results) as run:
         return run
 

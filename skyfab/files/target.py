@@ -63,6 +63,8 @@ class Target:
         """Folders into which small files were written."""
         self._made: set[bytes] = set()
         """Folders that were not there before."""
+        self._newer: set[bytes] = set()
+        """Files that stay."""
 
     def close(self) -> None:
         for draft in self._drafts.values():
@@ -115,6 +117,7 @@ class Target:
         if stat.S_ISDIR(about.st_mode):
             raise IsADirectoryError(errno.EISDIR, "expected a file, found a folder", self._shown(entry))
         if self._keep_newer and about.st_mtime_ns > entry.time + _SECOND:
+            self._newer.add(entry.path)
             return NEWER, 0, ""
         if not stat.S_ISREG(about.st_mode) or about.st_size != entry.size:
             return MISSING, about.st_size + begun, ""
@@ -242,6 +245,11 @@ class Target:
                 with contextlib.suppress(OSError):  # it belongs to another user
                     os.fchmod(fd, entry.mode)
                     os.utime(fd, ns=(entry.time, entry.time))
+
+    def settled(self) -> list[bytes]:
+        """The paths of all files, except those that stay because they are newer."""
+        files = (entry.path for entry in self._entries if entry.kind == FILE)
+        return [os.path.join(self.path, path) for path in files if path not in self._newer]
 
     def _file(self, number: int) -> Entry:
         entry = self._entries[number] if 0 <= number < len(self._entries) else None

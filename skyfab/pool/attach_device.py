@@ -15,6 +15,7 @@ from skyfab.errors import UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.pool.compute import Compute
+from skyfab.ui import failure
 from skyfab.ui.events import Notice
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ def attach_device(
     """
     from skyfab.device import keeping
 
+    failure.install()
     try:
         with attached(name, hosts, inventory=inventory) as run:
             assert run.asker is not None

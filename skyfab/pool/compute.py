@@ -785,6 +785,15 @@ class Compute(ShownAsTable):
 
     __rmatmul__ = __lt__ = __rrshift__  # an operator with anything but a call on its left
 
+    def _operator(self, other: object) -> NoReturn:
+        if isinstance(other, (Call, Group)):
+            name = f"{other.function.label}(…)" if isinstance(other, Call) else "the calls"
+            raise UsageError(f"the pool is on the left of {name}: write {name.removeprefix('the ')} >> compute")
+        raise not_a_call(other)
+
+    if not TYPE_CHECKING:  # type checkers refuse what is not defined, and what follows NoReturn they do not check
+        __rshift__ = __matmul__ = __gt__ = __and__ = _operator
+
     # ---- internals
 
     def leave_to_parent(self) -> None:

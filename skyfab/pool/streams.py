@@ -14,7 +14,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar, cast
 
@@ -379,10 +379,11 @@ def _stop(error: BaseException, iterators: Sequence[RemoteIterator[Any]]) -> Non
         vars(raised)["stopped"] = f"stopped on {', '.join(hosts)}" if hosts else ""
 
 
-def merge(*iterators: Values[Any]) -> Iterator[tuple[int, Any]]:
+def merge(*iterators: Values[Any]) -> _Merged:
     """Yields ``(rank, value)`` for the values of several generators as they come: ``sky.merge(*(f() @ compute))``.
 
-    `rank` is the position among `iterators`, which ``@`` returns in rank order. Several threads may read.
+    `rank` is the position among `iterators`, which ``@`` returns in rank order. Several threads may read. `close` and
+    `aclose` end all generators.
     """
     for one in iterators:
         if not isinstance(one, RemoteIterator):
@@ -426,3 +427,17 @@ class _Merged(Iterator[tuple[int, Any]]):
             self._used.append(rank)
             return rank, value
         raise StopIteration
+
+    def close(self) -> None:
+        """Ends all generators, and waits until they have ended. Raises what they raise meanwhile."""
+        self._left.clear()
+        for one in self._iterators:  # all end at once
+            one.conversation.close(wait=False)
+        with ExitStack() as stack:
+            for one in self._iterators:
+                stack.callback(one.close)
+
+    async def aclose(self) -> None:
+        import asyncio
+
+        await asyncio.to_thread(self.close)

@@ -7,6 +7,7 @@ any of them. `install` replaces that for errors that have to do with a pool; SKY
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import os
 import pickle
@@ -17,7 +18,6 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Final
@@ -33,7 +33,8 @@ _HIDDEN: Final = (
     pickle.__file__,
 )
 _FRAME: Final = re.compile(
-    r'(?P<margin>(?: *\| )?)  File "(?P<hidden>[^"]*/bundles/[0-9a-f]+/skyfab/|<frozen (?:runpy|importlib))?'
+    r'(?P<margin>(?: *\| )?)  File "'
+    r'(?P<hidden>[^"]*/bundles/[0-9a-f]+/(?:skyfab|cloudpickle)/|<frozen (?:runpy|importlib))?'
 )
 """A frame on a host; in an exception group it has a margin. `hidden` matches if it is not the program's."""
 _CHAIN: Final = {
@@ -77,7 +78,7 @@ def _chain(error: BaseException) -> Iterator[str]:
     for one in chain:
         if one is not chain[0]:
             yield _CHAIN[one.__cause__ is not None]
-        frames = [frame for frame in _frames(one) if not _is_hidden(frame) and "/IPython/core/" not in frame.filename]
+        frames = [*_shown_frames(one)]
         if frames:
             yield _HEADER
             yield "".join(traceback.format_list(frames)).rstrip()
@@ -97,6 +98,15 @@ def _causes(error: BaseException | None) -> list[BaseException]:
 
 def _frames(error: BaseException) -> Sequence[traceback.FrameSummary]:
     return traceback.extract_tb(error.__traceback__)
+
+
+def _shown_frames(error: BaseException) -> Iterator[traceback.FrameSummary]:
+    is_hidden = False
+    for frame in _frames(error):
+        if not (is_hidden and frame.filename == contextlib.__file__):  # else it is as the frame that it is called from
+            is_hidden = _is_hidden(frame) or "/IPython/core/" in frame.filename
+        if not is_hidden:
+            yield frame
 
 
 def _is_hidden(frame: traceback.FrameSummary) -> bool:
@@ -234,7 +244,7 @@ def _show(error: BaseException, before: str = "") -> bool:
     return shown is not None
 
 
-@contextmanager
+@contextlib.contextmanager
 def left_running(run: str, text: str = "") -> Iterator[None]:
     """Ctrl-C during the block does not stop the run, which its message says."""
     try:

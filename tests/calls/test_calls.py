@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import collections
+import copy
 import datetime
 import decimal
 import enum
 import fractions
 import functools
 import math
+import operator
 import os
 import pathlib
+import pickle
 import re
 import signal
 import sys
@@ -811,6 +814,45 @@ def test_a_call_is_a_value_that_has_not_run() -> None:
         (call & call) >> None
     with pytest.raises(TypeError, match="takes calls"):
         sky.gather(1)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        *(
+            lambda call: call + 1,
+            lambda call: 1 - call,
+            lambda call: -call,
+            lambda call: 2**call,
+            lambda call: round(call),
+        ),
+        *(lambda call: call < 1, lambda call: call < 1, lambda call: sorted([call, call]), lambda call: sum([call])),
+        *(len, float, int, abs, lambda call: call[0], lambda call: 3 in call),
+    ],
+)
+def test_a_call_in_place_of_its_result_says_how_to_run_it(use: Callable[[Any], object]) -> None:
+    with pytest.raises(TypeError, match=r"^add\(…\) has not run: write add\(…\) >> compute$"):
+        use(add(1))
+
+
+def test_a_call_is_equal_to_itself_only_and_can_be_copied_and_pickled() -> None:
+    call = add(1)
+    assert call == call and call != add(1) and len({call, call}) == 1
+    for other in (copy.copy(call), copy.deepcopy(call), pickle.loads(pickle.dumps(call))):
+        assert (other.function.label, other.args) == ("add", (1,))
+    group: Any = functools.reduce(operator.and_, [call, call, call])
+    assert group.calls == (call, call, call)
+
+
+@pytest.mark.parametrize("run", [operator.rshift, operator.matmul, operator.gt, operator.and_])
+def test_a_pool_on_the_left_of_an_operator(run: Callable[[Any, Any], object]) -> None:
+    pool = sky.Compute("local", ui="none")
+    with pytest.raises(sky.UsageError, match=r"the pool is on the left of add\(…\): write add\(…\) >> compute"):
+        run(pool, add(1))
+    with pytest.raises(sky.UsageError, match="the pool is on the left of the calls: write calls >> compute"):
+        run(pool, add(1) & add(2))
+    with pytest.raises(sky.UsageError, match="3 is a value, not a call"):
+        run(pool, 3)
 
 
 def test_only_calls_can_be_run(pool: sky.Compute) -> None:

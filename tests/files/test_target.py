@@ -75,6 +75,15 @@ def test_a_file_of_the_same_size_and_time_is_not_compared(target: Target, to: Pa
             assert other.compare([file("a", time=here)]) == ([] if is_same else [[0, EQUAL_SIZE, 3, digest]])
 
 
+def test_files_that_stay_are_not_as_they_were_sent(to: Path) -> None:
+    for name, time in (("same", 5), ("newer", 9)):
+        (to / name).write_text("abc")
+        os.utime(to / name, (time, time))
+    with contextlib.closing(Target(os.fsencode(to), keep_newer=True)) as target:
+        target.compare([folder("in"), file("in/new"), file("same"), file("newer")])
+        assert target.settled() == [os.fsencode(to / name) for name in ("in/new", "same")]
+
+
 def test_a_file_of_the_same_time_and_another_size_is_needed(target: Target, to: Path) -> None:
     (to / "a").write_text("abcd")
     os.utime(to / "a", ns=(5 * SECOND, 5 * SECOND))

@@ -31,7 +31,7 @@ from skyfab.ui.events import Event, Events
 def serve(folder: Path, pipe: Any) -> None:
     """What a worker on a host does."""
     os.chdir(folder)
-    vars(host_files).update(note_fetched=lambda *_: None, own_folder=lambda: "/run/worker")
+    vars(host_files).update(note_transferred=lambda *_: None, own_folder=lambda: "/run/worker")
     while (found := pipe.recv()) is not None:
         *arguments, _ = codec.loads(*found)
         reply = host_files.serve(*arguments)

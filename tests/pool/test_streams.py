@@ -51,6 +51,15 @@ def guarded(path: str, block: bool = True) -> Generator[int, None, None]:
 
 
 @sky.function
+def raises_at_end() -> Generator[int, None, None]:
+    try:
+        yield 1
+        time.sleep(1000)
+    finally:
+        raise LookupError("at the end")
+
+
+@sky.function
 def total(numbers: Iterable[int]) -> int:
     return sum(numbers)
 
@@ -267,6 +276,35 @@ def test_ctrl_c_while_several_are_read_ends_all(compute: sky.Compute, tmp_path: 
     assert vars(raised.value)["stopped"] == "stopped on local"
     for path in paths:
         until(path.exists)
+
+
+@pytest.mark.parametrize("how", ["close", "aclose", "while another thread waits"])
+def test_closing_what_is_merged_ends_all(compute: sky.Compute, tmp_path: Path, how: str) -> None:
+    paths = [tmp_path / "first", tmp_path / "second"]
+    merged = sky.merge(*[guarded(str(path)) >> compute for path in paths])
+    assert [next(merged), next(merged)]
+    reader = threading.Thread(target=lambda: [*merged])
+    if how == "aclose":
+        asyncio.run(merged.aclose())
+    else:
+        if how != "close":
+            reader.start()
+        merged.close()
+    assert [path.exists() for path in paths] == [True, True]
+    assert list(merged) == []
+    merged.close()
+    if reader.ident is not None:
+        reader.join(10)
+        assert not reader.is_alive()
+
+
+def test_closing_what_is_merged_raises_what_a_generator_raises(compute: sky.Compute, tmp_path: Path) -> None:
+    path = tmp_path / "ended"
+    merged = sky.merge(raises_at_end() >> compute, guarded(str(path)) >> compute)
+    assert [next(merged), next(merged)]
+    with pytest.raises(LookupError, match="at the end"):
+        merged.close()
+    assert path.exists()
 
 
 def test_several_threads_read_what_is_merged(compute: sky.Compute) -> None:

@@ -391,7 +391,7 @@ def test_a_look_at_a_large_folder_ends(tmp_path: Path, monkeypatch: pytest.Monke
     assert [one["complete"] for one in written.report()] in ([False], [])
 
 
-def test_what_was_fetched_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_was_transferred_is_not_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Until it is written again."""
     run, folder, other = tmp_path / "run", tmp_path / "folder", tmp_path / "other"
     run.mkdir()
@@ -408,13 +408,30 @@ def test_what_was_fetched_is_not_told(tmp_path: Path, monkeypatch: pytest.Monkey
         return [name for one in written.report() for name in one["names"]]
 
     time.sleep(0.02)  # the clock of files is coarse
-    agent_workdir.note_fetched("fetched.1", [os.fsencode(folder / "a.pt")], str(run))
+    agent_workdir.note_transferred("transferred.1", [os.fsencode(folder / "a.pt")], str(run))
     assert told() == ["ckpt/b.pt"]
-    agent_workdir.note_fetched("fetched.2", [os.fsencode(other / "ckpt/b.pt")], str(run))
+    agent_workdir.note_transferred("transferred.2", [os.fsencode(other / "ckpt/b.pt")], str(run))
     assert told() == []
     time.sleep(0.02)
     write(str(folder / "a.pt"), "2")
     assert told() == ["a.pt"]
+
+
+def test_what_is_uploaded_while_a_pool_is_open_is_not_told(folder: Path, remote: list[sky.Host]) -> None:
+    """Until a function writes it."""
+    events: list[Event] = []
+    for name in ("sent/a.csv", "sent/b.csv", "other.csv"):
+        write(name, "sent")
+    with sky.Compute(remote[:1], ui="none") as pool:
+        pool.events.subscribe(events.append)
+        sky.function(write)("own.txt", "1") >> pool
+        pool.upload("sent")
+        pool.upload("other.csv", to="sent/")
+        time.sleep(0.02)  # the clock of files is coarse
+        sky.function(write)("sent/b.csv", "changed") >> pool
+        pool.upload("sent/a.csv", to="sent/")
+    (files,) = told(events)
+    assert files.what == "2 files (8 bytes): sent/b.csv, own.txt"
 
 
 # ---- skyfab run

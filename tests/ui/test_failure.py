@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -89,12 +91,21 @@ START = (
     '    runpy.run_path(path, run_name="__main__")\n'
     '  File "<frozen runpy>", line 291, in run_path\n'
 )
+IMPORT = (
+    '  File "/root/.cache/skyfab/bundles/ab12/cloudpickle/cloudpickle.py", line 469, in subimport\n'
+    "    __import__(name)\n"
+)
 
 
 def test_frames_that_start_a_script_are_not_shown() -> None:
     text = failure.text(from_host(ValueError("x"), "node1", 0, START + FRAMES))
     assert text == failure.text(from_host(ValueError("x"), "node1", 0, FRAMES))
     assert "model.py" in text
+
+
+def test_frames_that_unpickle_a_function_are_not_shown() -> None:
+    text = failure.text(from_host(ModuleNotFoundError("No module named 'np'"), "node1", 0, IMPORT))
+    assert text == "node1[0] ModuleNotFoundError: No module named 'np'"
 
 
 @pytest.mark.parametrize("margin", ["", "  | "])
@@ -267,6 +278,28 @@ def test_a_program_whose_rank_fails_shows_its_own_lines_and_the_cause_last(tmp_p
     assert lines[-2:] == ["train failed on 1 of 2 ranks; 1 stopped", "local[1] ValueError: bad batch in epoch 3"]
     files = re.findall(r'File "(.*)", line (\d+)', found.stderr)
     assert files == [(str(path), "14"), (str(path), "9"), (str(tmp_path / "parts.py"), "3")]
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("line", ['sky.attach("nosuch", "local")', 'sky.runs(inventory="nosuch")'])
+def test_an_error_without_a_pool_shows_the_lines_of_the_program_only(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "main.py"
+    path.write_text(f"import skyfab as sky\n{line}\n")
+    found = subprocess.run([sys.executable, path], capture_output=True, text=True, timeout=170)
+    assert found.returncode == 1
+    assert re.findall(r'File "(.*)", line (\d+)', found.stderr) == [(str(path), "2")]
+    assert re.search(r"^(UsageError|InventoryError): .*nosuch", found.stderr, re.MULTILINE)
+
+
+def test_frames_of_context_managers_of_the_program_are_shown() -> None:
+    @contextlib.contextmanager
+    def fails() -> Iterator[None]:
+        raise HostLost("gone", host="node1")
+        yield
+
+    with pytest.raises(HostLost) as raised, fails():
+        pass
+    assert "contextlib.py" in failure.text(raised.value)
 
 
 @pytest.mark.programs

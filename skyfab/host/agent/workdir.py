@@ -243,9 +243,9 @@ class Written:
     def report(self) -> list[dict[str, Any]]:
         """For each directory with new files: how many, their total size, names of the newest, what all are in."""
         found = []
-        fetched = _fetched()
+        transferred = _transferred()
         for workdir, (path, since, included) in self._folders.items():
-            files, complete = _changed(path, max(since, copied_at(path)), included, fetched)
+            files, complete = _changed(path, max(since, copied_at(path)), included, transferred)
             if files:
                 files.sort(key=lambda file: -file[2])
                 found.append(
@@ -285,10 +285,10 @@ def _now() -> float:
     return time.time()
 
 
-def note_fetched(name: str, paths: Iterable[bytes], run: str) -> None:
-    """Notes in the pool's run folder that these files were fetched: they are reported only if they are written again.
+def note_transferred(name: str, paths: Iterable[bytes], run: str) -> None:
+    """Notes in the pool's run folder that these files were fetched or sent: written again, they are reported.
 
-    The name of the note begins with ``fetched.``; it replaces an earlier one.
+    The name of the note begins with ``transferred.``; it replaces an earlier one.
     """
     real = functools.cache(os.path.realpath)  # of folders: most files share theirs
     with contextlib.suppress(OSError), open(os.path.join(run, name), "wb") as note:
@@ -296,24 +296,24 @@ def note_fetched(name: str, paths: Iterable[bytes], run: str) -> None:
         note.write(b"\0".join(os.path.join(real(folder), file) for folder, file in places))
 
 
-def _fetched() -> dict[str, float]:
-    """The files that were fetched, and when, by the notes in the current directory."""
+def _transferred() -> dict[str, float]:
+    """The files that were fetched or sent, and when last, by the notes in the current directory."""
     found: dict[str, float] = {}
     with contextlib.suppress(OSError):
-        for name in os.listdir():
-            if name.startswith("fetched."):
-                with open(name, "rb") as note:
-                    paths = note.read().split(b"\0")
-                found |= dict.fromkeys(map(os.fsdecode, paths), os.stat(name).st_mtime)
+        notes = [(os.stat(name).st_mtime, name) for name in os.listdir() if name.startswith("transferred.")]
+        for when, name in sorted(notes):
+            with open(name, "rb") as note:
+                paths = note.read().split(b"\0")
+            found |= dict.fromkeys(map(os.fsdecode, paths), when)
     return found
 
 
 def _changed(
-    folder: str, since: float, included: set[str], fetched: Mapping[str, float]
+    folder: str, since: float, included: set[str], transferred: Mapping[str, float]
 ) -> tuple[list[tuple[str, int, float]], bool]:
     """Files below a folder that were written since then (name, size and time), and whether the list is complete.
 
-    Those that were `fetched` since they were written are left out.
+    Those that were not written since they were `transferred` are left out.
     """
     found: list[tuple[str, int, float]] = []
     folder = os.path.realpath(folder)
@@ -328,7 +328,7 @@ def _changed(
             continue
         if not stat.S_ISREG(about.st_mode) or not is_written(about, since) or "__pycache__" in inner:
             continue
-        if about.st_ctime <= fetched.get(path, 0.0):
+        if about.st_ctime <= transferred.get(path, 0.0):
             continue
         if not any(_same(os.path.join(place, inner), path) for place in included if place):
             found.append((inner, about.st_size, about.st_ctime))

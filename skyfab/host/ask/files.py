@@ -15,12 +15,12 @@ from skyfab.files.entries import FILE, is_inner, text, walk, words
 from skyfab.files.source import Source, matching
 from skyfab.files.target import Target
 from skyfab.host import compiled
-from skyfab.host.agent.workdir import copied_at, is_written, note_fetched
+from skyfab.host.agent.workdir import copied_at, is_written, note_transferred
 from skyfab.protocol.codec import Payload
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a transfer
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Sequence
     from typing import Any
 
     from skyfab.files.entries import Entry
@@ -110,7 +110,19 @@ def _fetched(patterns: Sequence[bytes]) -> None:
     """What these patterns mean has been fetched."""
     assert isinstance(_side, Source)
     paths = _side.paths if _mirror is None else _mirror.take()
-    note_fetched(f"fetched.{zlib.crc32(b'/'.join(patterns))}", paths, os.path.dirname(own_folder()))
+    _note(patterns, paths)
+
+
+def _finish() -> None:
+    """All files have been sent: the program's functions did not write them."""
+    assert isinstance(_side, Target)
+    _side.finish()
+    paths = _side.settled()
+    _note(paths, paths)
+
+
+def _note(what: Sequence[bytes], paths: Iterable[bytes]) -> None:
+    note_transferred(f"transferred.{zlib.crc32(b'/'.join(what))}", paths, os.path.dirname(own_folder()))
 
 
 def _open(*about: Any) -> tuple[Any, list[tuple[int, int]]]:
@@ -159,4 +171,4 @@ _OPENING: dict[str, Any] = {
     "compiled": _compiled,
 }
 """The requests that begin something: each returns a side and the reply."""
-_OTHERS: dict[str, Any] = {"fetched": _fetched, "relay": _relay}
+_OTHERS: dict[str, Any] = {"fetched": _fetched, "finish": _finish, "relay": _relay}

@@ -290,6 +290,7 @@ def test_ctrl_c_asks_whether_to_stop_or_detach(project: Project, choice: str) ->
         person.types(choice)
         assert person.ends() == (130 if choice == "stop" else 0)
     if choice == "stop":
+        assert "sweep trial was stopped on node1, node2: 4 stopped, 2 not started" in person.said
         states = project.states(code=1)
         assert Counter(states.values()) == {"stopped": 4, "not started": 2}
     project.spot.leave("go")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -76,13 +76,13 @@ def get(
         skyfab get --run=night --to=results
     """
     from skyfab.cli.host_selection import selected
-    from skyfab.detached.run import attach
+    from skyfab.detached.run import attached
 
     if run:
-        found = attach(run, hosts, inventory=inventory, results="data")
-        with mirrored(found) as is_mirrored:
-            pass
-        path = path or sorted({path for part in found.parts for one in part.files for path in one.paths})
+        with attached(run, hosts, inventory=inventory, results="data") as found:
+            with mirrored(found) as is_mirrored:
+                pass
+            path = path or _written_by(found)
         known, chosen, silent = found.inventory, tuple(found.in_workdirs()), found.silent
         if is_mirrored and not path:
             return 3 if silent else 0
@@ -104,6 +104,20 @@ def get(
     for host in silent:
         print(f"{host}: no response, so nothing was fetched from it", file=sys.stderr)
     return 3 if silent else code
+
+
+def _written_by(run: Run) -> list[str]:
+    """What its hosts list once it has ended; of a sweep the folders of all trials, also of those that it resumed."""
+    from skyfab.detached.sweep import LABEL, Sweep
+
+    def is_in(path: str, folders: Iterable[str]) -> bool:
+        return any(folder == "." or f"{path}/".startswith(f"{folder}/") for folder in folders)
+
+    listed = {path for part in run.parts for one in part.files for path in one.paths}
+    trials = Sweep(run).look() if run.function.startswith(LABEL) and run.has_ended else []
+    folders = {trial.folder for trial in trials if trial.folder}
+    outside = {path for path in listed if not is_in(path, folders)}
+    return sorted(outside | {folder for folder in folders if not is_in(folder, outside)})
 
 
 def _fetch(inventory: Inventory, hosts: Sequence[Host], paths: Sequence[str], to: str) -> int:

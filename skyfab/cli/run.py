@@ -189,6 +189,7 @@ def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None,
     if target.startswith("-m "):
         if not _is_module(target.removeprefix("-m ")):
             raise UsageError(f"not the name of a module: {target[3:]}", hint="skyfab run -m package.module")
+        _check_module(target.removeprefix("-m "))
         return Path.cwd() / target, ""
     name, colon, function = target.partition(":")
     script = Path(name).expanduser()
@@ -214,6 +215,15 @@ def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None,
 
 def _is_module(name: str) -> bool:
     return all(map(str.isidentifier, name.split(".")))
+
+
+def _check_module(name: str) -> None:
+    """Raises UsageError if it would be in a package of the current folder, and is not. Hosts may have other modules."""
+    *packages, last = name.split(".")
+    folder = Path.cwd().joinpath(*packages)
+    is_here = bool(packages) and (Path.cwd() / packages[0] / "__init__.py").is_file()
+    if is_here and not (folder / last).is_dir() and not any(folder.glob(f"{last}.*")):
+        raise UsageError(f"no module {name} on this machine", hint=f"looked in {folder}")
 
 
 def _check_function(script: Path, name: str, function: str) -> None:

@@ -107,8 +107,8 @@ def _follow(run: Run, name: str, hosts: Sequence[Host], port: int, local: int | 
     events.subscribe(lambda event: print(event, file=sys.stderr, flush=True))
     said, is_open = "", False
     following = attached(run.id, hosts, inventory=run.inventory)
-    again = f"; to forward its port again: skyfab forward {port} --host={hosts[0].name}" if port else ""
-    continues = f"{name} continues on {', '.join(run.hosts)}{again}; to end it: skyfab stop {shlex.quote(name)}"
+    port_hint = f"; to forward its port: skyfab forward {port} --host={hosts[0].name}" if port else ""
+    continues = f"{name} continues on {', '.join(run.hosts)}{port_hint}; to stop it: skyfab stop {shlex.quote(name)}"
     with left_running(name, continues), closing(Forwards(events)) as forwards, following as found:
         while found.state in ("running", "unreachable"):
             phase = found.phase

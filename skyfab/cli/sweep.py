@@ -201,11 +201,13 @@ def _show(name: str, hosts: Any, inventory: Any, results: Results, *, follow: bo
                     before = _summary(trials, run)
                     print(before, file=sys.stderr)
                 time.sleep(_PACE)
-            except KeyboardInterrupt:
+            except KeyboardInterrupt as error:
                 put(sys.stdout, live.frame("", []))
                 choice = asked(lambda: False) if is_own else "leave"
                 if choice == "stop":
                     run.stop()
+                    text = f"sweep {run.name} was stopped on {', '.join(run.hosts)}: {_counts(sweep.look())}"
+                    vars(error)["stopped"] = clean(text, colour=False)
                     raise
                 if choice != "continue":
                     tell_how_to_attach(run, run.name)
@@ -257,9 +259,13 @@ def _report(trials: Sequence[Trial], run: Run, results: Results) -> None:
 def _summary(trials: Sequence[Trial], run: Run) -> str:
     from skyfab.host.phase import without_times
 
-    counts = Counter(trial.state for trial in trials)
     why = f"; GPU queue: {without_times(clean(run.phase.text, colour=False))}" if run.phase else ""
-    return f"{counted(len(trials), 'trial')}: {', '.join(f'{count} {state}' for state, count in counts.items())}{why}"
+    return f"{counted(len(trials), 'trial')}: {_counts(trials)}{why}"
+
+
+def _counts(trials: Sequence[Trial]) -> str:
+    """How many are in each state."""
+    return ", ".join(f"{count} {state}" for state, count in Counter(trial.state for trial in trials).items())
 
 
 def _table(trials: Sequence[Trial]) -> tuple[list[str], list[list[str]]]:

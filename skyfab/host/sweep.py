@@ -127,8 +127,9 @@ def sweep(plan: dict[str, Any]) -> None:
     while trials.expected and time.monotonic() < heard + _RETURN and not driver.stopped.wait(0.1):
         heard = time.monotonic() if head.ranks else heard
     head.close()
-    if trials.states.count("done") < len(waiting):
-        raise SkyfabError(f"{trials.states.count('done')} of {len(waiting)} trials are done")
+    if missing := len(waiting) - trials.states.count("done"):
+        count = len(plan["trials"])
+        raise SkyfabError(f"{count - missing} of {count} trials are done")
 
 
 class SlotGpus:

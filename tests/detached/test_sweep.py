@@ -182,6 +182,11 @@ def test_a_failure_stops_new_trials_and_resume_repeats_what_is_not_done(project:
     done = {seed for seed, state in states.items() if state == "done"}
     project.sweep(*words, "--resume", "--keep-going", code=1)
     assert {seed for seed, state in project.states("night", code=1).items() if state != "done"} == {"7"}
+    runs = json.loads(project.type("skyfab runs --hosts=node1 --json"))
+    assert "6 of 7 trials are done" in runs[0]["error"]
+    project.type("skyfab get --run=night --to=home")
+    logs = sorted(path.parent.name for path in (project.folder / "home").rglob("log.txt"))
+    assert logs == [f"{number:04}-seed={number + 5}" for number in range(1, 8)], "also of trials that were not repeated"
     project.spot.leave("mended")
     project.sweep(*words, "seed=", code=2)
     project.sweep(*words[:-1], "seed=6..13", "--resume")  # with one more
@@ -285,6 +290,7 @@ def test_ctrl_c_asks_whether_to_stop_or_detach(project: Project, choice: str) ->
         person.types(choice)
         assert person.ends() == (130 if choice == "stop" else 0)
     if choice == "stop":
+        assert "sweep trial was stopped on node1, node2: 4 stopped, 2 not started" in person.said
         states = project.states(code=1)
         assert Counter(states.values()) == {"stopped": 4, "not started": 2}
     project.spot.leave("go")

@@ -14,8 +14,9 @@ import signal
 import threading
 import time
 import traceback
+import weakref
 from _signal import getsignal  # type: ignore[import-not-found]  # without enums: 15 times as fast
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from concurrent.futures._base import CANCELLED, CANCELLED_AND_NOTIFIED, FINISHED
 from contextlib import suppress
@@ -170,6 +171,11 @@ def without_signals(function: F) -> F:
     """Marks a function for whose end signals wait: what a handler raises in it would be lost, or end the process."""
     _marked.add(function.__code__)
     return function
+
+
+_WEAK: Final[Sequence[Any]] = (weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary)
+for _kind in _WEAK:
+    without_signals(_kind()._remove)  # noqa: SLF001 - what is called when an item of such a collection is dropped
 
 
 def _send_again(number: int) -> None:

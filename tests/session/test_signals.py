@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import random
 import signal
+import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, as_completed, wait
 from pathlib import Path
@@ -137,6 +139,39 @@ def test_what_a_handler_raises_is_not_lost_in_a_finalizer(guard: SignalGuard) ->
         del dropped
         time.sleep(10)
     assert found == ["finalized"]
+
+
+@pytest.mark.parametrize("kind", [weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary])
+def test_what_a_handler_raises_is_not_lost_when_an_item_of_a_weak_collection_is_dropped(
+    guard: SignalGuard, kind: Callable[[], Any]
+) -> None:
+    class Item:
+        pass
+
+    def profile(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code is weak._remove.__code__:
+            found.append("removed")
+            signal.raise_signal(signal.SIGUSR1)
+
+    found: list[str] = []
+    signal.signal(signal.SIGUSR1, lambda *_: stop())
+    guard.wrap()
+    weak, item = kind(), Item()
+    if kind is weakref.WeakSet:
+        weak.add(item)
+    elif kind is weakref.WeakKeyDictionary:
+        weak[item] = 1
+    else:
+        weak[1] = item
+    sys.setprofile(profile)
+    try:
+        with pytest.raises(Stop):  # noqa: PT012
+            del item
+            sys.setprofile(None)
+            time.sleep(10)
+    finally:
+        sys.setprofile(None)
+    assert (found, len(weak)) == (["removed"], 0)
 
 
 def test_a_signal_whose_handler_was_removed_meanwhile_does_not_end_the_program(guard: SignalGuard) -> None:

@@ -51,11 +51,11 @@ if test -e "$c"; then
       set -- $(ls -ldnL "$q")
       case $1 in
         ????????w[tT]*) ;;
-        ????????w*) r="is in a folder that is writable by others";;
+        ????????w*) r="is in $q, which is writable by others";;
       esac
       case $3 in
         0|"$(id -u)") ;;
-        *) r="is in a folder that belongs to another user";;
+        *) r="is in $q, which belongs to another user";;
       esac
       q=${q%/*}
     done

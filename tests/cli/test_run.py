@@ -158,7 +158,7 @@ def test_the_commands_for_a_detached_run_have_the_name_that_it_was_given(
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     run: Any = SimpleNamespace(
-        id="0123abcd4567", name=name or "train.py", hosts=["node1", "node2"], others=[], parts=[]
+        id="0123abcd4567", name=name or "train.py", hosts=["node1", "node2"], others=[], phase=None
     )
     run.function = "train.py"
     run.in_workdirs = list
@@ -177,7 +177,7 @@ def test_a_detached_run_that_waits_says_so(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     phase = SimpleNamespace(phase="waiting", text="1st, after ada's night")
     run: Any = SimpleNamespace(id="0123abcd4567", name="x.py", function="x.py", hosts=["node1"], others=[])
-    run.parts = [SimpleNamespace(state="running", phase=phase)]
+    run.phase = phase
     run.in_workdirs = list
     tell_how_to_attach(run)
     assert capsys.readouterr().err.startswith("run 0123abcd is waiting on node1: 1st, after ada's night\n")
@@ -190,7 +190,7 @@ def test_a_detached_run_says_who_uses_the_folder_and_what_will_be_fetched(
         hosts = [sky.Host(name=f"node{number}", workdir=folder) for number, folder in enumerate(folders, 1)]
         names = [host.name for host in hosts]
         about = {"id": id_, "name": "train.py", "function": "train.py", "hosts": names}
-        return SimpleNamespace(**about, others=[], parts=[], in_workdirs=lambda: hosts)
+        return SimpleNamespace(**about, others=[], phase=None, in_workdirs=lambda: hosts)
 
     monkeypatch.chdir(tmp_path)
     run = started("0123abcd4567", "~/c/files/exp-4efb41e3.0123abcd", "~/c/files/exp-4efb41e3.0123abcd")

@@ -76,7 +76,7 @@ def test_what_is_above_the_home_folder_is_not_looked_at(place: Path, monkeypatch
 
 def test_the_error_for_such_a_place_says_what_to_do(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     place.parents[1].chmod(0o777)
-    with pytest.raises(sky.HostUnfit, match="shared is writable by others") as caught:
+    with pytest.raises(sky.HostUnfit, match="shared, which is writable by others") as caught:
         sky.Compute([sky.Host(name="here", transport="local", cache=str(place))], ui="none").open()
     assert "cache = …" in str(caught.value.hint)
 

@@ -269,12 +269,12 @@ def test_nothing_is_written_below_a_folder_that_others_can_write_to(tmp_path: Pa
     cache = "~/.cache/skyfab" if link else str(shared / "own" / "skyfab")
     made = Bootstrap(host=Host(name="node", cache=cache), session=SESSION, bundle=bundle(), python="none")
     shared.chmod(0o777)
-    assert "failed its cache folder is in a folder that is writable by others" in answer(made, HOME=str(home))
+    assert f"failed its cache folder is in {shared}, which is writable by others" in answer(made, HOME=str(home))
     shared.chmod(0o1777)
     assert answer(made, HOME=str(home)) == "nopython"
     if os.getuid() == 0:
         os.chown(shared, 65534, 65534)
-        assert "failed its cache folder is in a folder that belongs to another user" in answer(made, HOME=str(home))
+        assert f"failed its cache folder is in {shared}, which belongs to another user" in answer(made, HOME=str(home))
 
 
 def test_the_cache_is_there_and_closed_to_others_before_it_is_looked_at(tmp_path: Path) -> None:

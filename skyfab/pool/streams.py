@@ -268,7 +268,7 @@ class Conversation:
             if not begun:
                 self._stop()
             elif wait:
-                self._await_end()
+                self.await_end()
             elif first:
                 timer = threading.Timer(_CLOSING, self._stop)
                 timer.daemon = True
@@ -283,7 +283,8 @@ class Conversation:
     def _send_close(self) -> None:
         self.exchange("close", Reply())
 
-    def _await_end(self) -> None:
+    def await_end(self) -> None:
+        """Waits for the end of a generator that was closed. Raises what it raises."""
         try:
             error = self.future.exception(_CLOSING)
         except concurrent.futures.TimeoutError:
@@ -431,11 +432,13 @@ class _Merged(Iterator[tuple[int, Any]]):
     def close(self) -> None:
         """Ends all generators, and waits until they have ended. Raises what they raise meanwhile."""
         self._left.clear()
-        for one in self._iterators:  # all end at once
-            one.conversation.close(wait=False)
-        with ExitStack() as stack:
-            for one in self._iterators:
-                stack.callback(one.close)
+        found = [one.conversation for one in self._iterators]
+        ending = [one for one in found if not one.has_ended and not one.is_parents]
+        for one in ending:  # all end at once
+            one.close(wait=False)
+        with SIGNAL_GUARD, ExitStack() as stack:
+            for one in ending:
+                stack.callback(one.await_end)
 
     async def aclose(self) -> None:
         import asyncio

@@ -296,7 +296,9 @@ def test_ctrl_c_in_as_completed_ends_everything(tmp_path: Path) -> None:
     program = subprocess.Popen(
         [sys.executable, str(script)], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    assert program.stdout is not None and program.stdout.readline() == "waits\n"
+    assert program.stdout is not None
+    if program.stdout.readline() != "waits\n":
+        pytest.fail(program.communicate(timeout=60)[1])
     time.sleep(0.5)
     program.send_signal(signal.SIGINT)
     said, errors = program.communicate(timeout=60)

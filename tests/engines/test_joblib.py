@@ -212,7 +212,7 @@ def test_a_pool_that_closes_ends_a_call_of_another_thread(joblib: Any, open_pool
     compute.close()
     thread.join(60)
     assert not thread.is_alive() and isinstance(errors[0], CancelledError)
-    with pytest.raises(UsageError, match="not open"):
+    with pytest.raises(UsageError, match="pool of this executor is closed"):
         parallel(joblib.delayed(square)(each) for each in range(9))
 
 

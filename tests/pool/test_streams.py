@@ -307,6 +307,22 @@ def test_closing_what_is_merged_raises_what_a_generator_raises(compute: sky.Comp
     assert path.exists()
 
 
+def test_what_a_generator_raises_before_others_are_closed_is_raised(compute: sky.Compute, tmp_path: Path) -> None:
+    first, second = raises_at_end() >> compute, guarded(str(tmp_path / "ended")) >> compute
+    merged = sky.merge(first, second)
+    next(merged)
+    conversation = second.conversation  # type: ignore[attr-defined]
+    close = conversation.close
+
+    def close_later(*, wait: bool = True) -> None:
+        until(lambda: first.conversation.has_ended)  # type: ignore[attr-defined]
+        close(wait=wait)
+
+    conversation.close = close_later
+    with pytest.raises(LookupError, match="at the end"):
+        merged.close()
+
+
 def test_several_threads_read_what_is_merged(compute: sky.Compute) -> None:
     merged = sky.merge(*(count(100) >> compute for _ in range(3)))
     found: list[tuple[int, int]] = []

@@ -310,7 +310,7 @@ def test_closing_what_is_merged_raises_what_a_generator_raises(compute: sky.Comp
 def test_what_a_generator_raises_before_others_are_closed_is_raised(compute: sky.Compute, tmp_path: Path) -> None:
     first, second = raises_at_end() >> compute, guarded(str(tmp_path / "ended")) >> compute
     merged = sky.merge(first, second)
-    next(merged)
+    assert [next(merged), next(merged)]
     conversation = second.conversation  # type: ignore[attr-defined]
     close = conversation.close
 

@@ -21,7 +21,7 @@ from skyfab.host.agent.lease import Lease
 from skyfab.host.agent.outcomes import describe
 from skyfab.inventory.host import Host
 from skyfab.protocol import NO_AGENT, VERSION, codec, messages
-from skyfab.protocol.blobs import Assembly, split
+from skyfab.protocol.blobs import Assembly, names_blobs, split
 from skyfab.protocol.frames import CHUNK
 from skyfab.protocol.mux import SMALL, Mux
 from skyfab.session.bootstrap import local_python
@@ -304,10 +304,13 @@ class Agent:
         parts = getattr(message, "parts", ())
         if isinstance(message, messages.Call) and (worker := self.workers.get(message.worker)) is not None:
             worker.expect(stream)
-        if data is not None:
-            self._do(stream, message, split(parts, data, functions.BLOBS.__getitem__))
+        if data is not None and not names_blobs(parts):
+            self._do(stream, message, split(parts, data))
             return
-        self._coming[stream] = message, Assembly(parts, resolve=functions.BLOBS.__getitem__)
+        assembly = Assembly(parts, resolve=functions.BLOBS.__getitem__)
+        if data is not None:
+            assembly.fill(data)
+        self._coming[stream] = message, assembly
         self._look_whether_whole(stream)
 
     def place(self, stream: int, length: int) -> memoryview:

@@ -16,6 +16,7 @@ from skyfab.calls.project import with_local_paths
 from skyfab.errors import (
     CallCancelled,
     CallTimeout,
+    HostUnfit,
     NotPicklable,
     ProtocolError,
     RemoteError,
@@ -227,6 +228,9 @@ def _ending(message: messages.Ended, host: str, rank: int | None, label: str) ->
         return CallTimeout(f"{label} took longer than its timeout and was stopped", host=host, rank=rank)
     if why == "cancelled":
         return CallCancelled(f"{label} was cancelled", host=host, rank=rank)
+    if why == "unstored":
+        hint = "make the call again: its large arguments are then sent again"
+        return HostUnfit(f"{label}: an argument was deleted or changed in the host's store", host=host, hint=hint)
     if why == "unpicklable":
         return NotPicklable(f"{label}: {text}", host=host, rank=rank, hint="return plain data, arrays or tensors")
     if why == "not_plain":

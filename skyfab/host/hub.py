@@ -10,6 +10,8 @@ import contextlib
 import functools
 import os
 
+from skyfab.host.agent.store import mark_used
+
 TYPE_CHECKING = False  # importing `typing` would slow the start of a worker
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -53,7 +55,7 @@ class HubCache:
         if not name or not _has(self._stored(name), size):
             return ""
         with contextlib.suppress(OSError):  # another user's file, if hosts share the cache
-            os.utime(self._stored(name))
+            mark_used(self._stored(name))
         return name
 
     def _stored(self, name: str) -> str:

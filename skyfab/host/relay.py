@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from skyfab.context import own_stores
-from skyfab.host.agent.store import map_blob, map_file
+from skyfab.host.agent.store import map_file, mark_used, seal
 from skyfab.host.channel import Channel, ChannelBroken, NotSent
 from skyfab.protocol.blobs import check_name, name_of
 
@@ -286,13 +286,12 @@ class StoreRelay(HostRelay):
             content, target = self._contents[number], os.path.join(self._folder, self._names[number])
             if verify and name_of(content) != self._names[number]:
                 raise OSError(0, f"blob {self._names[number]} arrived damaged")
-            try:
-                os.replace(draft, target)
-            except FileNotFoundError:  # the store was cleaned meanwhile: memory still has it
+            if not os.path.exists(draft):  # the store was cleaned meanwhile: memory still has it
                 os.makedirs(self._folder, mode=0o700, exist_ok=True)
                 with open(draft, "xb") as file:
                     file.write(content)
-                os.replace(draft, target)
+            seal(draft, self._names[number])
+            os.replace(draft, target)
             del self.drafts[number]
 
     def close(self) -> None:
@@ -309,8 +308,8 @@ class StoreRelay(HostRelay):
 def _found(name: str, size: int) -> memoryview | None:
     """An item that the store has, marked as used now."""
     for store in own_stores():
-        with contextlib.suppress(OSError):
-            os.utime(os.path.join(store, name))
-            if len(area := map_blob([store], name)) == size:
-                return area
+        with contextlib.suppress(OSError), open(os.path.join(store, name), "rb") as file:
+            if os.fstat(file.fileno()).st_size == size:
+                mark_used(file.name)
+                return map_file(file.fileno(), size)
     return None

@@ -133,6 +133,11 @@ class HostStore:
         for listener in listeners:
             listener(error)
 
+    def forget(self, names: Iterable[str]) -> None:
+        """The host no longer has these blobs. They are sent again with the next call."""
+        with self._lock:
+            self._blobs.difference_update(names)
+
     def send(self, name: str, content: Buffer, *, keep: bool = False) -> None:
         """Sends a blob that is reserved."""
         session = self._session

@@ -293,7 +293,7 @@ class Node(ShownAsTable):
                     generation = self._worker(worker, spec)
                     self._send_function(function, names)
                     parts, inline = parts_of(arguments, names)
-                    about: dict[str, Any] = {"answer": caller.answered, "failure": caller.failed, "worker": worker}
+                    about: dict[str, Any] = {"answer": answered, "failure": caller.failed, "worker": worker}
                     if reader is not None:
                         about["partial"] = reader.yielded
                     stream = self.session.send(_head(worker, call, parts, each=each), inline, **about)
@@ -306,6 +306,11 @@ class Node(ShownAsTable):
             # Without the lock: the callback may make a call to another node.
             caller.failed(CallCancelled("cancelled before it was sent", host=self.name))
             return 0
+
+        def answered(message: messages.Message, buffers: list[memoryview]) -> None:
+            if isinstance(message, messages.Ended) and message.why == "unstored":
+                self.store.forget(names.values())
+            caller.answered(message, buffers)
 
         if not names:
             return go()

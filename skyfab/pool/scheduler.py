@@ -301,7 +301,7 @@ class Scheduler:
         why = message.why if isinstance(message, messages.Ended) else ""
         with self._lock:
             slot.tasks.remove(task)
-            again = why in ("unstarted", "unassigned") and not task.future.done()
+            again = why in ("unstarted", "unassigned", "unstored") and not task.future.done()
             if again:
                 task.returned += 1
                 again = task.returned < _MOST_RETURNS

@@ -118,7 +118,12 @@ def inline_size(parts: Sequence[Part]) -> int:
     return sum(_inline(part) or 0 for part in parts)
 
 
-def split(parts: Sequence[Part], data: memoryview, resolve: Resolve | None = None) -> list[memoryview]:
+def names_blobs(parts: Sequence[Part]) -> bool:
+    """Whether some of the parts are blobs of the store."""
+    return any(isinstance(part, list) and part[0] not in KINDS for part in parts)
+
+
+def split(parts: Sequence[Part], data: memoryview) -> list[memoryview]:
     """The parts of a small message, each in its own allocation, because arrays should start at an aligned address."""
     if parts == [len(data)]:  # the common case
         return [memoryview(bytearray(data))]
@@ -129,17 +134,10 @@ def split(parts: Sequence[Part], data: memoryview, resolve: Resolve | None = Non
     for part in parts:
         size = _inline(part)
         if size is None:
-            found.append(_named(part, resolve))
-        else:
-            found.append(memoryview(bytearray(data[offset : offset + size])))
-            offset += size
+            raise ProtocolError("a blob where none was expected")
+        found.append(memoryview(bytearray(data[offset : offset + size])))
+        offset += size
     return found
-
-
-def _named(part: Part, resolve: Resolve | None) -> memoryview:
-    if resolve is None:
-        raise ProtocolError("a blob where none was expected")
-    return resolve(part[0], *part[2:])
 
 
 class Assembly:
@@ -166,6 +164,15 @@ class Assembly:
             self._begin()
         return self.inline[-1][self._offset : self._offset + length]
 
+    def fill(self, data: memoryview) -> None:
+        """All of the data was received. Raises ProtocolError if it is more or less than was announced."""
+        if len(data) != self.missing:
+            raise ProtocolError(f"{len(data)} bytes of data where {self.missing} were announced")
+        for size in filter(None, map(_inline, self._inline)):
+            self.place(size)[:] = data[:size]
+            self.advance(size)
+            data = data[size:]
+
     def _begin(self) -> None:
         """Allocates the next part."""
         part = self._inline[len(self.inline)]
@@ -182,8 +189,13 @@ class Assembly:
         return self.missing == 0
 
     def buffers(self) -> list[memoryview]:
-        """All parts in order; blobs are looked up with `resolve`."""
+        """All parts in order; blobs are looked up with `resolve`, and what it raises is raised."""
         while len(self.inline) < len(self._inline):  # remaining parts are empty
             self._begin()
         inline = iter(self.inline)
-        return [_named(part, self._resolve) if _inline(part) is None else next(inline) for part in self._parts]
+        return [self._named(part) if _inline(part) is None else next(inline) for part in self._parts]
+
+    def _named(self, part: Any) -> memoryview:
+        if self._resolve is None:
+            raise ProtocolError("a blob where none was expected")
+        return self._resolve(part[0], *part[2:])

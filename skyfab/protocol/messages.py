@@ -344,7 +344,7 @@ class Ended(Message):
     """The call ended without a result or an exception."""
 
     why: str
-    """exit, died, timeout, cancelled, unstarted, unassigned, unpicklable or not_plain."""
+    """exit, died, timeout, cancelled, unstarted, unassigned, unstored, unpicklable or not_plain."""
     text: str = ""
     exitcode: int | None = None
     traceback: str = ""

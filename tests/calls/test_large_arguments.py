@@ -6,11 +6,13 @@ import hashlib
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import skyfab as sky
+from skyfab.context import own_stores
 from skyfab.protocol.blobs import LARGE
 
 SIZE = 3 * LARGE + 7
@@ -106,6 +108,72 @@ def test_values_that_a_function_uses(compute: sky.Compute) -> None:
         return hashlib.sha256(content).hexdigest()
 
     assert uses() >> compute == hashlib.sha256(content).hexdigest()
+
+
+@sky.function
+def stored() -> list[str]:
+    """The files of the host's store of this pool."""
+    with os.scandir(own_stores()[0]) as found:
+        return [entry.path for entry in found]
+
+
+def damage(compute: sky.Compute, how: str) -> None:
+    found = stored() >> compute
+    assert found
+    for path in map(Path, found):
+        if how == "deleted":
+            path.unlink()
+        elif how == "emptied":
+            os.truncate(path, 0)
+        else:
+            with path.open("r+b") as file:
+                file.write(b"damaged")
+
+
+@pytest.mark.parametrize("how", ["deleted", "changed", "emptied"])
+def test_what_is_damaged_in_the_store_is_sent_again(compute: sky.Compute, how: str) -> None:
+    """A cleaner or a full disk may have done it. An array is not a copy: functions use the memory of the store."""
+    numpy = pytest.importorskip("numpy")
+    value = numpy.frombuffer(os.urandom(SIZE), dtype="u1")
+    digest = hashlib.sha256(value).hexdigest()
+
+    @sky.function
+    def hashed(given: Any) -> str:
+        return hashlib.sha256(given).hexdigest()
+
+    for _ in range(3):
+        assert hashed(value) >> compute == digest
+    damage(compute, how)
+    assert hashed(value) >> compute == digest
+    assert list(compute.map(hashed, [value, value])) == [digest, digest]
+    assert hashed(value) @ compute == [digest]
+    damage(compute, how)
+    with pytest.raises(sky.BroadcastError) as caught:
+        hashed(value) @ compute
+    [error] = caught.value.exceptions
+    assert "an argument was deleted or changed in the host's store" in str(error)
+    assert "make the call again" in str(error.hint)  # type: ignore[attr-defined]
+    assert hashed(value) @ compute == [digest]
+    assert hashed(value) >> compute == digest
+
+
+def test_what_a_function_uses_is_sent_again_if_it_is_no_longer_in_the_store(compute: sky.Compute) -> None:
+    numpy = pytest.importorskip("numpy")
+    value = numpy.frombuffer(os.urandom(SIZE), dtype="u1")
+    digest = hashlib.sha256(value).hexdigest()
+
+    @sky.function
+    def uses(exits: bool) -> str:
+        if exits:
+            os._exit(3)
+        return hashlib.sha256(value).hexdigest()
+
+    assert uses(False) >> compute == digest
+    damage(compute, "deleted")
+    assert uses(False) >> compute == digest, "its process has it"
+    with pytest.raises(sky.WorkerDied):
+        uses(True) >> compute
+    assert uses(False) >> compute == digest
 
 
 def test_a_result_that_does_not_fit_into_memory(compute: sky.Compute) -> None:

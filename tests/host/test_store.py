@@ -16,7 +16,7 @@ import pytest
 from stage.threads import at_once
 
 from skyfab.errors import ProtocolError
-from skyfab.host.agent.store import Store, map_blob
+from skyfab.host.agent.store import NotStored, Store, map_blob, mark_used
 from skyfab.protocol.blobs import Assembly, name_of
 
 CONTENT = random.Random(1).randbytes(300_000)
@@ -111,7 +111,7 @@ def test_a_killed_writer_leaves_no_name(store: Store, tmp_path: Path) -> None:
     argv = [sys.executable, "-c", code, str(tmp_path / "run"), str(tmp_path / "cache"), NAME]
     assert subprocess.run(argv, input=CONTENT).returncode == -signal.SIGKILL
     assert store.missing([NAME]) == [NAME]
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(NotStored):
         map_blob(store.folders, NAME)
     put(store, CONTENT, keep=True)
     assert bytes(map_blob(store.folders, NAME)) == CONTENT
@@ -161,6 +161,69 @@ def test_blobs_are_for_their_owner_only(store: Store, tmp_path: Path) -> None:
         if path.is_dir() and path != tmp_path / "cache":
             assert not stat.S_IMODE(path.stat().st_mode) & 0o077, path
     assert not stat.S_IMODE(Path(store.folders[1], NAME).stat().st_mode) & 0o077
+
+
+# ---- damage
+
+
+@pytest.mark.parametrize("how", ["changed", "emptied", "longer", "replaced", "a link", "a folder", "a pipe"])
+def test_a_damaged_blob_is_neither_used_nor_reported_as_there(store: Store, how: str) -> None:
+    name = put(store, CONTENT)
+    path = Path(store.folders[0], name)
+    assert bytes(map_blob(store.folders, name)) == CONTENT
+    if how == "changed":
+        with path.open("r+b") as file:
+            file.write(b"X")
+    elif how == "emptied":
+        os.truncate(path, 0)
+    elif how == "longer":
+        with path.open("ab") as file:
+            file.write(b"X")
+    else:
+        path.unlink()
+        if how == "replaced":
+            path.write_bytes(bytes(len(CONTENT)))
+        elif how == "a link":
+            path.symlink_to("/etc/passwd")
+        elif how == "a folder":
+            path.mkdir()
+        else:
+            os.mkfifo(path)
+    with pytest.raises(NotStored):
+        map_blob(store.folders, name)
+    assert store.missing([name]) == [name]
+
+
+def test_a_blob_without_its_seal_is_compared_once(store: Store) -> None:
+    """As after a copy of the cache folder, or on a file system with coarse times."""
+    name = put(store, CONTENT, keep=True)
+    path = Path(store.folders[1], name)
+    os.utime(path)
+    assert bytes(map_blob(store.folders, name)) == CONTENT
+    assert store.missing([name]) == []
+    sealed = path.stat().st_mtime_ns
+    mark_used(str(path))
+    assert path.stat().st_mtime_ns % 10**9 == sealed % 10**9
+
+
+def test_what_a_power_cut_has_damaged_is_found(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The time of a file may be on the disk, and its content not."""
+    name, other = put(store, CONTENT, keep=True), put(store, b"other", keep=True)
+    trees = [[["0/a.py", name]], [["0/b.py", other]]]
+    damaged, intact = (Path(store.lay_out(digest, files)) for digest, files in zip((TREE, NAME), trees, strict=True))
+    for path in (Path(store.folders[1], name), damaged / "0/a.py"):
+        time = path.stat().st_mtime_ns
+        os.truncate(path, 0)
+        os.utime(path, ns=(time, time))
+    assert store.missing([name, other]) == []
+    inode = intact.stat().st_ino
+    monkeypatch.setattr("skyfab.host.agent.store._started", lambda: 2e9 * 2)
+    assert store.missing([name, other]) == [name]
+    put(store, CONTENT, keep=True)
+    for digest, files in zip((TREE, NAME), trees, strict=True):
+        store.lay_out(digest, files)
+    assert (damaged / "0/a.py").read_bytes() == CONTENT
+    assert intact.stat().st_ino == inode, "other hosts that share the cache may be using it"
 
 
 # ---- mapped memory

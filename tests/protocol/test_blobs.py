@@ -180,9 +180,14 @@ def test_blobs_stand_at_their_place_among_the_parts() -> None:
     assembly = Assembly(parts, resolve=resolve)
     assert assembly.missing == 5
     fill(assembly, [b"ab", b"cde"], [])
-    for found in (assembly.buffers(), split(parts, memoryview(b"abcde"), resolve)):
-        assert [bytes(view) for view in found] == [b"ab", b"from the store", b"cde"]
+    whole = Assembly([*parts, 0, 1], resolve=resolve)
+    whole.fill(memoryview(b"abcdef"))
+    assert [bytes(view) for view in assembly.buffers()] == [b"ab", b"from the store", b"cde"]
+    assert [bytes(view) for view in whole.buffers()] == [b"ab", b"from the store", b"cde", b"", b"f"]
     assert asked == [NAME, NAME]
+    for wrong in (b"abcde", b"abcdefg"):
+        with pytest.raises(ProtocolError, match="announced"):
+            Assembly([*parts, 0, 1], resolve=resolve).fill(memoryview(wrong))
 
 
 def test_a_blob_where_there_is_no_store_is_refused() -> None:

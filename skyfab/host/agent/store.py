@@ -1,6 +1,9 @@
 """Content-addressed store of a host: blobs and project trees by sha256, in the pool's run folder or the host's cache.
 
-A blob is written under a temporary name, verified, and renamed: a file with its final name is complete.
+A blob is written under a temporary name, verified, sealed, and renamed: a file with its final name is complete.
+
+The seal is the microseconds of the file's mtime, which are derived from its name: whoever writes to the file changes
+them. Content without its seal, or from before the machine started, which may have lost power, is verified again.
 """
 
 from __future__ import annotations
@@ -9,33 +12,89 @@ import contextlib
 import functools
 import mmap
 import os
+import stat
+import time
 
 from skyfab.errors import ProtocolError
 from skyfab.host.agent.workdir import INCLUDED
-from skyfab.protocol.blobs import allocate_object, check_name
+from skyfab.protocol.blobs import allocate_object, check_name, name_of
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from typing import Any
 
-
+_SECOND = 1_000_000_000
 _FIXED = 0x10  # MAP_FIXED, the same on Linux, macOS and the BSDs: replaces the mapping at that address
 
 
+class NotStored(OSError):
+    """The store does not have a blob, or no longer has it as it was."""
+
+
 def map_blob(stores: Sequence[str], name: str) -> memoryview:
-    """The blob as copy-on-write memory: workers share one copy until they write to it."""
+    """The blob as copy-on-write memory: workers share one copy until they write to it.
+
+    Raises NotStored, and deletes a blob whose content has changed.
+    """
     for store in stores:
-        try:
-            fd = os.open(os.path.join(store, name), os.O_RDONLY)
-        except FileNotFoundError:
-            continue
-        try:
-            size = os.fstat(fd).st_size
-            return map_file(fd, size)
-        finally:
-            os.close(fd)
-    raise FileNotFoundError(f"blob {name} is not on this host")
+        path = os.path.join(store, name)
+        with contextlib.suppress(FileNotFoundError), _opened(path) as (fd, found):
+            content = map_file(fd, found.st_size)
+            if _is_sealed(found, name) or name_of(content) == name:
+                return content
+            os.unlink(path)
+            raise NotStored(f"blob {name} has changed on this host")
+    raise NotStored(f"blob {name} is not on this host")
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[tuple[int, os.stat_result]]:
+    """Opens a regular file. Raises NotStored for anything else."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a named pipe would block
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise NotStored(f"{path} is not a file")
+        yield fd, found
+    finally:
+        os.close(fd)
+
+
+def seal(path: str, name: str) -> None:
+    """Notes that the file has the content of that name."""
+    used = time.time_ns() // _SECOND * _SECOND + _seal_of(name)
+    os.utime(path, ns=(used, used))
+
+
+def mark_used(path: str) -> None:
+    """Notes for `skyfab gc` that a file of the store is used now; its seal stays what it is. Raises OSError."""
+    used = time.time_ns() // _SECOND * _SECOND + os.stat(path).st_mtime_ns % _SECOND
+    os.utime(path, ns=(used, used))
+
+
+def _seal_of(name: str) -> int:
+    return int(name[:8], 16) % 1_000_000 * 1000
+
+
+def _is_sealed(found: os.stat_result, name: str) -> bool:
+    return found.st_mtime_ns % _SECOND // 1000 == _seal_of(name) // 1000
+
+
+def _is_intact(path: str, name: str) -> bool:
+    """Whether a file has the content of that name. Raises OSError if it cannot be read."""
+    with _opened(path) as (fd, found):
+        if _is_sealed(found, name) and found.st_mtime >= _started():
+            return True
+        if name_of(map_file(fd, found.st_size)) != name:
+            return False
+    seal(path, name)
+    return True
+
+
+def _started() -> float:
+    """When this machine started."""
+    return time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
 
 
 class Blobs:
@@ -94,15 +153,17 @@ class Store:
         self._trees = os.path.join(cache, "trees")
 
     def missing(self, names: Sequence[object]) -> list[str]:
-        """The names that are in neither folder. Marks the others as used."""
+        """The names that are in neither folder. Marks the others as used. Deletes what is damaged."""
         return [name for name in map(check_name, names) if not self._find(name)]
 
     def _find(self, name: str) -> str | None:
         for folder in self.folders:
             path = os.path.join(folder, name)
             with contextlib.suppress(OSError):
-                os.utime(path)
-                return path
+                if _is_intact(path, name):
+                    mark_used(path)
+                    return path
+                os.unlink(path)
         return None
 
     def writer(self, name: str, *, keep: bool) -> Writer:
@@ -112,13 +173,15 @@ class Store:
     def lay_out(self, digest: str, files: Sequence[Sequence[str]]) -> str:
         """Creates the folder of a tree atomically and returns it. Raises FileNotFoundError for a missing blob."""
         target = self.tree(digest)
-        if os.path.isdir(target):
-            os.utime(target)
-            return target
-        os.makedirs(self._trees, mode=0o700, exist_ok=True)
         import shutil
         import tempfile
 
+        if os.path.isdir(target):
+            if os.stat(target).st_mtime >= _started() or _has_all(target, files):
+                os.utime(target)
+                return target
+            shutil.rmtree(target)
+        os.makedirs(self._trees, mode=0o700, exist_ok=True)
         draft = tempfile.mkdtemp(prefix=f".{digest[:16]}-", dir=self._trees)  # unique, even if hosts share the cache
         try:
             for path, name in files:
@@ -178,6 +241,7 @@ class Writer:
                 "an argument has other content than when the call was made",
                 hint="do not modify it until the call has ended, or pass a copy",
             )
+        seal(self._draft, self._name)
         os.replace(self._draft, self._target)
 
     def abort(self) -> None:
@@ -186,6 +250,16 @@ class Writer:
             self._fd = -1
         with contextlib.suppress(OSError):
             os.unlink(self._draft)
+
+
+def _has_all(folder: str, files: Sequence[Sequence[str]]) -> bool:
+    """Whether a tree has all of its files, as they were laid out."""
+    for path, name in files:
+        with open(_inside(folder, path), "rb") as file:
+            size = os.fstat(file.fileno()).st_size
+            if name_of(map_file(file.fileno(), size)) != name:
+                return False
+    return True
 
 
 def _inside(root: str, path: str) -> str:

@@ -14,7 +14,7 @@ import stat
 import sys
 import time
 
-from skyfab.errors import ProtocolError
+from skyfab.errors import HostUnfit, ProtocolError
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
@@ -29,6 +29,15 @@ _SECONDS: Final = 0.5
 _NAMES: Final = 200
 _FICLONE: Final = 0x40049409
 """Of Linux: the blocks of a file become those of another one."""
+
+
+def unusable(folder: str, error: OSError) -> HostUnfit:
+    """The error for a working folder that cannot be created or entered."""
+    name = f"the working folder {folder}" if folder else "the working folder"
+    return HostUnfit(
+        f"cannot use {name}: {error}",
+        hint='choose another one (Compute(workdir="/path"), workdir = … in the inventory), or workdir="temp"',
+    )
 
 
 def place(workdir: str, cache: str) -> str:

@@ -21,14 +21,13 @@ from _thread import allocate_lock
 from collections import deque
 
 from skyfab import context
-from skyfab.errors import HostUnfit
 from skyfab.host.agent import cuda, workdir
 from skyfab.host.agent.functions import GENERATORS, load_function
 from skyfab.host.agent.imports import ImportFinder
 from skyfab.host.agent.outcomes import cut, describe, exited, said, trace
-from skyfab.host.agent.store import Blobs
+from skyfab.host.agent.store import Blobs, NotStored
 from skyfab.protocol import codec, messages
-from skyfab.protocol.blobs import KINDS, Assembly, split
+from skyfab.protocol.blobs import Assembly, names_blobs, split
 from skyfab.protocol.frames import BYE, CHUNK, DATA, HEAD, Reader, data_header, frame, head_frame
 from skyfab.protocol.mux import SMALL
 
@@ -60,7 +59,7 @@ def main(source: int, sink: int, request: dict[str, Any]) -> None:
     try:
         workdir.enter(*request["workdir"])
     except OSError as error:  # the first call raises it, and the next one gets a new process
-        rank.unfit = _no_workdir(request["workdir"][0], error)
+        rank.unfit = workdir.unusable(request["workdir"][0], error)
     try:
         rank.serve()
     finally:
@@ -97,14 +96,6 @@ def _no_keyboard(*args: Any, **kwargs: Any) -> Any:
     if os.environ.get("PYTHONBREAKPOINT", "") not in ("", "pdb.set_trace"):
         return sys.__breakpointhook__(*args, **kwargs)  # noqa: T100
     raise RuntimeError("breakpoint() in a rank: debuggers do not work, because this process has no keyboard input")
-
-
-def _no_workdir(folder: str, error: OSError) -> Exception:
-    name = f"the working folder {folder}" if folder else "the working folder"
-    return HostUnfit(
-        f"cannot use {name}: {error}",
-        hint='choose another one (Compute(workdir="/path"), workdir = … in the inventory), or workdir="temp"',
-    )
 
 
 def _at_once(function: Callable[..., Any], *arguments: Any) -> None:
@@ -173,11 +164,10 @@ class Worker(context.Client):
         while True:
             while self._ready and self._ready[0][0] not in self._opening:
                 stream, message, found = self._ready.popleft()
-                buffers = found.buffers() if isinstance(found, Assembly) else found
                 if isinstance(message, messages.Call):
-                    self._calls(self._call, stream, message, buffers)
+                    self._calls(self._call, stream, message, found)
                 elif isinstance(message, messages.Function):
-                    self._functions[message.digest] = buffers
+                    self._functions[message.digest] = found
                 elif isinstance(message, messages.Forget):
                     for digest in message.digests:
                         self._functions.pop(digest, None)
@@ -212,12 +202,14 @@ class Worker(context.Client):
                 self._open_exchanges().open(stream, message.ask)
             if self._blob.kept and isinstance(message, messages.Call):
                 self._blob.keep_only(parts)
-            if head:
-                queue.append((stream, message, split(parts, payload[head:], self._blob)))
+            if head and not names_blobs(parts):
+                queue.append((stream, message, split(parts, payload[head:])))
             else:
                 assembly = Assembly(parts, resolve=self._blob)
                 queue.append((stream, message, assembly))
-                if assembly.missing:  # else it is a long head without data
+                if head:
+                    assembly.fill(payload[head:])
+                elif assembly.missing:  # else it is a long head without data
                     self._opening[stream] = assembly
         elif kind == DATA and self._opening[stream].advance(len(payload)):
             del self._opening[stream]
@@ -254,16 +246,18 @@ class Worker(context.Client):
 
     # ---- calling
 
-    def _call(self, stream: int, call: messages.Call, buffers: list[memoryview]) -> None:
+    def _call(self, stream: int, call: messages.Call, found: Assembly | list[memoryview]) -> None:
         try:
             function = self._function(call.function)
+            buffers = found.buffers() if isinstance(found, Assembly) else found
+        except NotStored as error:
+            self.answer(stream, messages.Ended(why="unstored", text=str(error)).encode())
         except BaseException as error:
             self.flush()
             self._raised(stream, error)
         else:
             if call.each:
-                named = any(isinstance(part, list) and part[0] not in KINDS for part in call.parts)
-                again = functools.partial(self._again, call.parts, tuple(buffers)) if named else None
+                again = functools.partial(self._again, call.parts, tuple(buffers)) if names_blobs(call.parts) else None
                 function = functools.partial(self._each, function, again)
             elif self._elastic is not None:
                 work = function, [*map(bytearray, buffers)]
@@ -274,7 +268,7 @@ class Worker(context.Client):
     def _again(self, parts: Sequence[messages.Part], buffers: Sequence[memoryview]) -> Any:
         """Unpickles the items of a call again, with unmodified blobs from the store."""
         data, *rest = [
-            self._blob(part[0], *part[2:]) if isinstance(part, list) and part[0] not in KINDS else buffer
+            self._blob(part[0], *part[2:]) if names_blobs((part,)) else buffer
             for part, buffer in zip(parts, buffers, strict=True)
         ]
         return codec.loads(data, rest)[0]
@@ -347,6 +341,12 @@ class Worker(context.Client):
 
     def _function(self, digest: str) -> Any:
         found = self._functions[digest]
+        if isinstance(found, Assembly):
+            try:
+                found = found.buffers()
+            except NotStored:
+                self._spoil()  # so that the function is sent again, to a new process
+                raise
         if isinstance(found, list):  # still pickled: this is its first call
             if self.unfit is not None:
                 self._spoil()

@@ -845,8 +845,8 @@ def _check_options(
     if gpus not in ("auto", "free"):
         hint = "gpus=N is an option of map, submit, actor and @sky.function"
         raise UsageError(f"invalid gpus={gpus!r}: expected 'auto', or 'free' for those that nobody uses", hint=hint)
-    if ranks != "auto" and (type(ranks) is not int or ranks < 1):
-        raise UsageError(f"invalid ranks={ranks!r}: expected 1 or more, or 'auto'")
+    if ranks != "auto" and (type(ranks) is not int or not 1 <= ranks <= MOST_SLOTS):
+        raise UsageError(f"invalid ranks={ranks!r}: expected 1 to {MOST_SLOTS:,}, or 'auto'")
     if slots is not None and (type(slots) is not int or not 1 <= slots <= MOST_SLOTS):
         raise UsageError(f"invalid slots={slots!r}: expected 1 to {MOST_SLOTS:,}")
     for name, value in seconds.items():

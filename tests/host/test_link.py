@@ -1,16 +1,21 @@
-"""Where an agent may live: nowhere that other users could put something of theirs in place of it."""
+"""Links to agents that hang or cannot start; and where an agent may live: nowhere that others could replace it."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from stage.labs import IN_USER_NAMESPACE
 
 import skyfab as sky
+from skyfab.host.agent.cleanup import is_dead
 from skyfab.host.agent.link import _check
 
 knows_root = pytest.mark.skipif(IN_USER_NAMESPACE, reason="a user namespace does not know the owner of /tmp")
@@ -90,3 +95,32 @@ def test_an_agent_that_cannot_start_says_why(tmp_path: Path) -> None:
     words = [sys.executable, "-c", program, str(tmp_path / "cache"), "a-0", "start"]
     done = subprocess.run(words, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=170)
     assert done.stderr.startswith("skyfab: ModuleNotFoundError: import of skyfab.host.agent.zygote halted"), done.stderr
+
+
+@pytest.fixture
+def hung(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The run folder of an agent that accepts no connections."""
+    folder = tmp_path / "run" / socket.gethostname() / "a-0"
+    folder.mkdir(parents=True, mode=0o700)
+    monkeypatch.chdir(folder)  # the length of socket paths is limited
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(socket.socket(socket.AF_UNIX))
+        listener.bind("agent.sock")
+        listener.listen(1)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                client = stack.enter_context(socket.socket(socket.AF_UNIX))
+                client.setblocking(False)
+                client.connect("agent.sock")
+        yield folder
+
+
+def test_an_agent_that_hangs_delays_no_other_one(hung: Path) -> None:
+    """Other agents look whether it still runs."""
+    assert not is_dead(str(hung))
+
+
+def test_a_link_does_not_wait_forever_for_an_agent_that_hangs(hung: Path, tmp_path: Path) -> None:
+    program = "import sys; from skyfab.host.agent import link; link._LONGEST_WAIT = 1; link.main(sys.argv[1:])"
+    words = [sys.executable, "-c", program, str(tmp_path), "a-0", "resume"]
+    assert subprocess.run(words, stdin=subprocess.DEVNULL, timeout=60).returncode == -signal.SIGALRM

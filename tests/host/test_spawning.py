@@ -76,6 +76,31 @@ def test_a_message_that_cannot_be_decoded_is_answered() -> None:
     assert refused == [7]
 
 
+def test_neither_of_agent_and_zygote_waits_for_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For far more processes than there is room for requests and notices."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    wakeup, other = os.pipe()
+
+    def refuse() -> int:
+        raise OSError(errno.EAGAIN, "no more processes")
+
+    monkeypatch.setattr(os, "fork", refuse)
+    ours.settimeout(60)
+    served = threading.Thread(target=zygote._attend, args=(theirs, wakeup, {}, lambda request, fds: None))
+    served.start()
+    try:
+        for number in range(5000):
+            ours.send(zygote._LAST + json.dumps({"id": number, "text": "x" * 500}).encode())
+        found = [json.loads(ours.recv(1000)) for _ in range(5000)]
+    finally:
+        ours.close()
+        served.join()
+        theirs.close()
+        os.close(wakeup)
+        os.close(other)
+    assert [notice[:2] for notice in found] == [["failed", number] for number in range(5000)]
+
+
 # ---- reasons
 
 

@@ -37,8 +37,11 @@ def is_dead(folder: str) -> bool:
             lock = stack.enter_context(open(os.path.join(folder, "lock"), "r+"))
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         client = stack.enter_context(socket.socket(socket.AF_UNIX))
+        client.setblocking(False)  # one that hangs does not accept connections, and its queue may be full
         try:
             client.connect(os.path.join(folder, "agent.sock"))
         except (FileNotFoundError, ConnectionRefusedError):
             return True
+        except BlockingIOError:
+            return False
     return False

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import json
 import os
+import signal
 import socket
 import stat
 import sys
@@ -17,6 +18,8 @@ import sys
 from skyfab.protocol import NO_AGENT
 
 SOCKET = "agent.sock"
+_LONGEST_WAIT = 60
+"""Seconds for connecting to the agent. The client waits less long."""
 _LONGEST = 4096
 """The longest message of an agent that cannot start."""
 
@@ -35,12 +38,14 @@ def main(argv: list[str]) -> int:
         _touch(cache, "bundles", bundle_folder())
         serve(cache)
     held = os.pipe() if mode == "start" and "SINGULARITY_CONTAINER" in os.environ else None
+    signal.alarm(_LONGEST_WAIT)  # ends this process: an agent that hangs does not accept connections
     try:
         _enter_folder(cache, session, make=mode == "start")
         agent = _agent(cache, session, may_start=mode == "start")
     except OSError as error:
         print(f"skyfab: {error}", file=sys.stderr)
         return NO_AGENT if isinstance(error, _AgentGone) else 1
+    signal.alarm(0)
     about = {"connection": os.environ.get("SSH_CONNECTION", "")}
     with contextlib.suppress(ConnectionError):  # it terminates, and says why
         socket.send_fds(agent, [json.dumps(about).encode()], [0, 1])

@@ -163,12 +163,14 @@ def _attend(
 ) -> None:
     """Forks and kills as the agent requests, until it closes the socket."""
     sources = [control.fileno(), wakeup]
+    notices = _Notices(control)
     while True:
-        ready, _, _ = select.select(sources, [], [])
+        ready, _, _ = select.select(sources, sources[:1] if notices.waiting else [], [])
+        notices.flush()
         if wakeup in ready:
             with contextlib.suppress(BlockingIOError):
                 os.read(wakeup, 4096)
-            _reap(children, control)
+            _reap(children, notices)
         if sources[0] in ready:
             request, fds = _receive(control)
             if request is None:
@@ -183,12 +185,12 @@ def _attend(
             try:
                 pid = os.fork()
             except OSError as error:  # a process or memory limit: only this worker fails
-                _say(control, "failed", request["id"], str(error))
+                notices.add("failed", request["id"], str(error))
             else:
                 if not pid:
                     _end_after(become, request, fds)
                 children[pid] = request["id"]
-                _say(control, "started", request["id"], pid)
+                notices.add("started", request["id"], pid)
             for fd in fds:
                 os.close(fd)
 
@@ -205,12 +207,30 @@ def _receive(control: socket.socket) -> tuple[dict[str, Any] | None, list[int]]:
             return json.loads(data), fds
 
 
-def _say(control: socket.socket, *notice: object) -> None:
-    with contextlib.suppress(ConnectionError):  # the agent has terminated: end of file follows
-        control.send(json.dumps(notice).encode())
+class _Notices:
+    """Sends notices to the agent, and never waits for it: it may be waiting until the zygote has read its requests."""
+
+    def __init__(self, control: socket.socket) -> None:
+        self._control = control
+        self.waiting: list[bytes] = []
+        """Those for which there was no room yet."""
+
+    def add(self, *notice: object) -> None:
+        self.waiting.append(json.dumps(notice).encode())
+        self.flush()
+
+    def flush(self) -> None:
+        while self.waiting:
+            try:
+                self._control.send(self.waiting[0], socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except ConnectionError:  # the agent has terminated: end of file follows
+                pass
+            del self.waiting[0]
 
 
-def _reap(children: dict[int, int], control: socket.socket) -> None:
+def _reap(children: dict[int, int], notices: _Notices) -> None:
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -222,7 +242,7 @@ def _reap(children: dict[int, int], control: socket.socket) -> None:
             with contextlib.suppress(OSError):  # also end what the worker has started and left running
                 os.killpg(pid, signal.SIGKILL)
             _kill([stray for stray in offspring() if stray not in children and _belongs(stray, children[pid])])
-            _say(control, "ended", children.pop(pid), os.waitstatus_to_exitcode(status))
+            notices.add("ended", children.pop(pid), os.waitstatus_to_exitcode(status))
 
 
 def _kill(pids: list[int], number: int = signal.SIGKILL) -> None:

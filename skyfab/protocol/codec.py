@@ -224,6 +224,9 @@ def send_by_value(module: Any) -> None:
     cloudpickle.register_pickle_by_value(module)
 
 
+_MAKE_CLASS: Final = getattr(cloudpickle.cloudpickle, "_make_skeleton_class", None)
+
+
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no types
     def __init__(self, beside: _Beside, reference: Reference | None, same_gpus: bool) -> None:
         self._reference = reference
@@ -253,7 +256,10 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                 return _same, (self._holder(obj),)
             if obj is self._rebuild:
                 return _rebuilder, ()
-        return super().reducer_override(obj)
+        found = super().reducer_override(obj)
+        if found is not NotImplemented and found[0] is _MAKE_CLASS and vars(obj).get("__slots__"):
+            found[1][3]["__slots__"] = obj.__slots__  # cloudpickle 3.1 creates the class without them
+        return found
 
     def _referred(self, packed: Packed) -> pickle.PickleBuffer:
         if len(self._packed) >= _MOST_PACKED:

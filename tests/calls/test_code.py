@@ -259,6 +259,47 @@ def test_classes_of_main_come_back_as_themselves(program: Program) -> None:
     assert program("script.py") == [True, True, True, True, 16, "no"]
 
 
+def test_slots_of_classes_of_main_stay_slots(program: Program) -> None:
+    program.write(
+        {
+            "script.py": script("""
+        from dataclasses import dataclass
+
+        @dataclass(slots=True)
+        class Size:
+            width: int
+            name: str = "x"
+
+        @dataclass(slots=True, frozen=True, weakref_slot=True) if sys.version_info >= (3, 11) else Size
+        class Fixed:
+            width: int
+
+        class Plain:
+            __slots__ = "a"
+
+        class Sub(Plain):
+            __slots__ = ("__hidden", "b")
+
+        class Open(Plain):
+            pass
+
+        @sky.function
+        def back(*args):
+            return [(hasattr(arg, "__dict__"), arg) for arg in args]
+
+        def find(compute):
+            plain, sub, wide = Plain(), Sub(), Open()
+            plain.a = sub.a = sub.b = wide.a = wide.c = 3
+            found = back(Size(1), plain, sub, wide) >> compute
+            kept = [(had, type(one).__name__, one.a) for had, one in found[1:]]
+            return [found[0][1] == Size(1), *kept, found[2][1].b, found[3][1].c]
+        """)
+        }
+    )
+    kept = [[False, "Plain", 3], [False, "Sub", 3], [True, "Open", 3]]
+    assert program("script.py") == [True, *kept, 3, 3]
+
+
 def test_functions_of_user_modules_run_by_name_whatever_decorates_them(program: Program) -> None:
     jobs = """
         import functools

@@ -95,7 +95,7 @@ esac 2>/dev/null
 # Becomes the interpreter in p, which runs the bundle, or else reads a program (session/unpack.py) that is sent to it.
 go() {
   b=$c/bundles/$d
-  if test -f "$b/__main__.py" && test -O "$b/__main__.py"; then
+  if test -s "$b/__main__.py" && test -O "$b/__main__.py"; then
     echo "${m}python"
     exec "$p" -S "$b" "$c" "$i" "$k"
   fi

@@ -34,7 +34,12 @@ try:
                 file.write(archive.read(int(size)))
         with open(draft + "/sizes", "wb") as file:  # by which each start recognizes files that are damaged
             file.write(sizes + b"end")
-        if not os.path.isdir(target):
+        try:
+            is_there = os.path.getsize(target + "/__main__.py") > 0  # unpacked by another pool meanwhile
+        except OSError:
+            is_there = False
+        if not is_there:
+            shutil.rmtree(target, ignore_errors=True)
             os.rename(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)

@@ -36,12 +36,18 @@ def called(cache: Path) -> int:
 
 @pytest.mark.parametrize(
     "damaged",
-    ["skyfab/host/agent/zygote.py", "skyfab/host/agent/worker.py", "skyfab/host/agent/link.py", "sizes"],
+    ["skyfab/host/agent/zygote.py", "skyfab/host/agent/worker.py", "skyfab/host/agent/link.py", "sizes", "__main__.py"],
 )
 def test_an_empty_file_is_replaced(copy: Path, tmp_path: Path, damaged: str) -> None:
     (copy / damaged).write_bytes(b"")
     assert called(tmp_path) == 42
     assert (copy / damaged).stat().st_size
+
+
+def test_a_copy_of_empty_files_is_replaced(copy: Path, tmp_path: Path) -> None:
+    for path in filter(Path.is_file, copy.rglob("*")):
+        path.write_bytes(b"")
+    assert called(tmp_path) == 42
 
 
 def test_a_missing_file_and_one_that_is_cut_off_are_replaced_before_a_question_is_answered(

@@ -221,7 +221,7 @@ def test_a_bundle_that_is_there_is_started_at_once(shell: list[str], hostile_hom
     host = Host(name="node", cache="~/c a c h e")
     folder = hostile_home / "c a c h e" / "bundles" / bundle().digest
     folder.mkdir(parents=True)
-    (folder / "__main__.py").touch()
+    (folder / "__main__.py").write_text("pass")
     made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=str(python))
     before, (argv, _, _) = run(shell, made, hostile_home)
     assert before == [f"=skyfab={SESSION}=python"]
@@ -233,7 +233,7 @@ def test_a_bundle_that_is_there_is_started_at_once(shell: list[str], hostile_hom
 def test_a_bundle_of_another_user_is_not_started(tmp_path: Path) -> None:
     folder = tmp_path / "cache" / "bundles" / bundle().digest
     folder.mkdir(parents=True)
-    (folder / "__main__.py").touch()
+    (folder / "__main__.py").write_text("pass")
     host = Host(name="node", cache=str(tmp_path / "cache"))
     python = fake_interpreter(tmp_path / "bin")
     made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=str(python))

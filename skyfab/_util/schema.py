@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple, TypeVar
 from skyfab._util.suggest import did_you_mean
 
 T = TypeVar("T")
-_NUMBERS: Final = 2**63
-"""Larger numbers, and NaN, are invalid."""
+_NUMBERS: Final = 2**66
+"""Larger numbers, and NaN, are invalid. Times of files in nanoseconds may be larger than 2**63."""
 
 
 class Invalid(ValueError):

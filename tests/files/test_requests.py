@@ -244,3 +244,17 @@ def test_not_everything_that_is_left_out_is_kept() -> None:
     for number in range(1001):
         report.note(str(number), "why")
     assert [path for path, _ in report.skipped] == [str(number) for number in range(1000)]
+
+
+@pytest.mark.parametrize("year", [1960, 2400])
+def test_a_file_of_any_time_arrives_with_it(tmp_path: Path, year: int) -> None:
+    """Clocks of laboratory equipment may be wrong by centuries."""
+    (tmp_path / "from").mkdir()
+    path = tmp_path / "from" / "measured"
+    path.write_text("data")
+    time = (year - 1970) * 31_556_952
+    os.utime(path, (time, time))
+    if path.stat().st_mtime != time:
+        pytest.skip("this file system has no such time")
+    move(tmp_path)
+    assert (tmp_path / "to" / "measured").stat().st_mtime == time

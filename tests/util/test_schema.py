@@ -47,7 +47,7 @@ def test_objects_become_dataclasses_and_unknown_keys_are_ignored() -> None:
         ({"load": 1, "cards": {}}, "cards: expected an array, not a table"),
         ({"load": 1, "cards": [{"name": "a"}, {}]}, "cards[1].name: missing"),
         ({"load": 1, "cards": [{"name": "a", "memory": 2.5}]}, "cards[0].memory: expected an integer, not a float"),
-        ({"load": 1, "cards": [{"name": "a", "memory": 2**63}]}, "cards[0].memory: out of range"),
+        ({"load": 1, "cards": [{"name": "a", "memory": 2**66}]}, "cards[0].memory: out of range"),
         ({"load": 1, "cards": [{"name": None}]}, "cards[0].name: expected a string, not null"),
         ({"load": 1, "env": {"A": 1}}, "env.A: expected a string, not an integer"),
     ],

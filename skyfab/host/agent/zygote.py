@@ -213,7 +213,7 @@ class _Notices:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self.waiting: list[bytes] = []
-        """Those for which there was no room yet."""
+        """Those that could not be sent yet."""
 
     def add(self, *notice: object) -> None:
         self.waiting.append(json.dumps(notice).encode())

@@ -52,6 +52,8 @@ class Exchanges:
         """Exchanges that functions have in progress, in which nothing may be interrupted."""
         self._is_missed = False
         """SIGINT has arrived while nothing could be interrupted."""
+        self._is_looking = False
+        """The handler of SIGINT reads what has arrived."""
         self.conversations: dict[int, Conversation] = {}
         """The calls that exchange something, by stream."""
         self._local = threading.local()
@@ -140,11 +142,17 @@ class Exchanges:
     def interrupted(self) -> None:
         """SIGINT has arrived, on the main thread: the client closes a generator that may be running there."""
         self._is_missed = True
-        if self._reader is not None or self.inside or not any(one.runs_here for one in self.conversations.values()):
+        is_busy = self._is_looking or self._reader is not None or self.inside
+        if is_busy or not any(one.runs_here for one in self.conversations.values()):
             return  # what was interrupted may hold a lock; `check` follows
-        self._is_missed = False
-        while self._ready.poll(0) and self._worker.read():
-            pass
+        self._is_looking = True
+        try:
+            while self._is_missed:
+                self._is_missed = False
+                while self._ready.poll(0) and self._worker.read():
+                    pass
+        finally:
+            self._is_looking = False
         for conversation in list(self.conversations.values()):
             conversation.interrupt()
 

@@ -273,3 +273,12 @@ def test_whatever_is_asked_of_a_host_with_a_full_disk_ends(small: LabHost, pool:
     assert pool.hosts[0].lost is None
     assert anew() >> pool == "anew"
     works(pool, spot)
+
+
+def test_a_run_does_not_begin_on_a_full_disk(small: LabHost, pool: sky.Compute) -> None:
+    fill(small)
+    with pytest.raises(sky.HostUnfit, match="No space left"):
+        pool.launch(sky.function(abs)(-3))
+    make_room(small)
+    assert small.run(["ls", f"{PLACE}/cache/runs"]).stdout == ""
+    assert pool.launch(sky.function(abs)(-3)).result() == [3, 3]

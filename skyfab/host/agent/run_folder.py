@@ -31,6 +31,7 @@ class RunFolder:
     """Replaces the Mux for the workers of a detached run: stores what they send."""
 
     def __init__(self, folder: str, about: Mapping[str, Any], mux: Mux) -> None:
+        """Creates the folder. Raises OSError."""
         os.makedirs(os.path.join(folder, "logs"), mode=0o700)
         os.mkdir(os.path.join(folder, "times"), mode=0o700)
         self.logs = os.path.join(folder, "logs")
@@ -51,9 +52,15 @@ class RunFolder:
         """Which files were written in working folders, noted at the end."""
         self.failed = self._stopped = False
         self.on_failure: Callable[[], None] = lambda: None
-        self._write("agent", f"{os.getpid()} {boot_id()} {os.getcwd()}\n".encode())
-        self._write("status", json.dumps(self._status).encode())
-        self._write("about", json.dumps(dict(about)).encode())  # last: its presence makes the run valid
+        try:
+            self._store("agent", f"{os.getpid()} {boot_id()} {os.getcwd()}\n".encode())
+            self._store("status", json.dumps(self._status).encode())
+            self._store("about", json.dumps(dict(about)).encode())  # last: its presence makes the run valid
+        except OSError:  # the disk is full: the run does not begin
+            import shutil
+
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def times_of(self, log: str) -> LogTimes:
         """Notes when a log is written."""
@@ -93,13 +100,16 @@ class RunFolder:
 
     def _write(self, name: str, content: bytes) -> None:
         """Writes a file atomically. Ignores errors, because a full disk must not end the run."""
-        path = os.path.join(self.folder, name)
         with contextlib.suppress(OSError):
-            with open(f"{path}.new", "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            os.rename(f"{path}.new", path)
+            self._store(name, content)
+
+    def _store(self, name: str, content: bytes) -> None:
+        path = os.path.join(self.folder, name)
+        with open(f"{path}.new", "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(f"{path}.new", path)
 
     # ---- the interface of Mux, used by workers and logs
 

@@ -96,8 +96,10 @@ def run(
     from skyfab.pool.workdir import last_run
 
     script, function = parsed(target, arguments, options.hosts)
-    if limit and not (mirror and rate_of(limit)):
-        raise UsageError(f"invalid --limit={limit}: expected --mirror, and a rate such as 20MB/s")
+    if limit is not None and not mirror:
+        raise UsageError("--limit is for --mirror", hint="add --mirror=FOLDER")
+    if limit is not None and rate_of(limit) is None:
+        raise UsageError(f"invalid --limit={limit}: expected a rate such as 20MB/s")
     label = shlex.join(arguments) if target == COMMAND else target.replace("-m ", "python -m ")
     settings = options.project(script)
     if script.is_file():

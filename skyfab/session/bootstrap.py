@@ -31,7 +31,8 @@ from skyfab.ssh.refusals import by_hand
 _LOG: Final = logging.getLogger("skyfab")
 CONNECT: Final = 30.0
 """Seconds from the first byte to the agent's hello."""
-CACHE_HINT: Final = "free some space on it, or choose another folder that you own (cache = … in the inventory)"
+_OWN: Final = "choose another folder that you own (cache = … in the inventory)"
+CACHE_HINT: Final = f"free some space on it, or {_OWN}"
 _SCRIPT: Final = one_line(read("session/bootstrap.sh"))
 _SETUP: Final = one_line(read("session/setup.sh"))
 _UNPACK: Final = read("session/unpack.py").encode()
@@ -115,9 +116,7 @@ class Bootstrap:
                 raise HostUnfit(what + where, host=self.host.name, hint=_OTHER)
             else:
                 why = detail or f"unexpected reply {word!r:.80}"
-                raise HostUnfit(
-                    f"cannot set up skyfab: {why}", host=self.host.name, hint=CACHE_HINT if detail else None
-                )
+                raise HostUnfit(f"cannot set up skyfab: {why}", host=self.host.name, hint=_hint(detail))
 
     def _push(self, shell: Shell) -> None:
         archive = self.bundle.archive
@@ -133,7 +132,12 @@ def _greet(stream: Stream, shell: Shell) -> None:
     if word == "setup":
         raise _setup_failed(detail, shell.host)
     if word == "failed":
-        raise HostUnfit(detail, host=shell.host.name, hint=CACHE_HINT)
+        raise HostUnfit(detail, host=shell.host.name, hint=_hint(detail))
+
+
+def _hint(detail: str) -> str | None:
+    """What to do about a cache folder: bootstrap.sh names the folder if its owner or mode is the reason."""
+    return (_OWN if "its cache folder " in detail else CACHE_HINT) if detail else None
 
 
 def _setup_failed(detail: str, host: Host) -> HostUnfit:

@@ -131,14 +131,14 @@ def last_line(logs: str) -> str:
 
 
 def end_of_log(path: str) -> str:
-    """The last line of a log that is not empty."""
+    """The last line of a log that is not empty, nor the hint of an error before it."""
     try:
         with open(path, "rb") as log:
             log.seek(max(0, os.fstat(log.fileno()).st_size - _TAIL))
             lines = log.read(_TAIL).replace(b"\0", b"").decode(errors="replace").split("\n")
     except OSError:
         return ""
-    return next((line for line in reversed(lines) if line.strip()), "")
+    return next((line for line in reversed(lines) if line.strip() and not line.startswith("hint: ")), "")
 
 
 def content(cache: str, *, run: str, name: str, start: int = 0) -> Iterator[Any]:

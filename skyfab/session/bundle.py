@@ -30,6 +30,11 @@ _IF_IMPORTED: Final = ("demo/", "lab/")
 _MAIN: Final = """import os, sys
 if sys.version_info < (3, 10):
     sys.exit(sys.version.split()[0])
+for fd in range(3):  # the login shell may have closed some: files and sockets would take their numbers
+    try:
+        os.fstat(fd)
+    except OSError:
+        os.open(os.devnull, os.O_RDWR)
 here = sys.path[0]
 try:  # after a power cut, files may be empty
     with open(here + "/sizes") as file:

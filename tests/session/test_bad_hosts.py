@@ -193,6 +193,7 @@ BASHRC = {
     "bytes that are no text": "head -c 3000 /dev/urandom\n",
     "something like our answer": "echo '=skyfab=0123456789abcdef=link'; printf '=skyfab='\n",
     "reads its input": "read -r -t 0 line\n",
+    "closes the output for errors": "exec 2>&-\n",
     "changes settings": "set -o noclobber -o nounset; umask 000; cd /; alias exec=false; IFS=x\n",
 }
 
@@ -209,6 +210,11 @@ def test_what_bashrc_prints_does_no_harm(new_user: Callable[..., sky.Host], tran
 def test_a_bashrc_that_prints_without_end_is_given_up(new_user: Callable[..., sky.Host], transport: str) -> None:
     error = failure(new_user(transport, "/bin/bash", bashrc="yes\n"))
     is_clear(error, sky.HostUnfit, "prints endlessly")
+
+
+@pytest.mark.slow
+def test_a_bashrc_that_closes_the_input_leaves_no_process(new_user: Callable[..., sky.Host]) -> None:
+    assert isinstance(failure(new_user("openssh", "/bin/bash", bashrc="exec 0<&-\n")), sky.SkyfabError)
 
 
 @both

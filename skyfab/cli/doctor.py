@@ -16,7 +16,7 @@ def doctor(
     hosts: Hosts = None,
     inventory: InventoryFile = None,
     measure: Annotated[
-        bool, Option("measure CPUs, GPUs, memory and the network between all pairs, for 15 seconds")
+        bool, Option("measure CPUs, GPUs, memory and the network between all pairs, for about 15 seconds")
     ] = False,
     paste: Annotated[bool, Option("print a report to paste into an issue, without names and addresses")] = False,
     json_: Json = False,
@@ -39,7 +39,7 @@ def doctor(
     from skyfab.inspect.doctor.examine import examined
 
     if json_ and paste:
-        raise UsageError("choose one of --json and --paste")
+        raise UsageError("--json and --paste cannot be combined", hint="use one of them")
     known, chosen = selected(hosts, inventory, quiet=json_)
     show = not json_ and is_rich(sys.stdout, sys.stderr)
     with asking(chosen, known, show=show) as asker:

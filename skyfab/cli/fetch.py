@@ -27,7 +27,7 @@ def fetch(
     path on each host. Hosts that reach the server download different files and pass them on to the others; if no host
     reaches it, this machine downloads. Checks every file against its hash. Ctrl-C keeps what has arrived; repeat the
     command to continue. Uses HF_TOKEN for models that need a token, and HF_ENDPOINT for another hub. If a host fails,
-    fetches to the others and exits with 3.
+    the others get everything, and the command exits with 3.
 
         skyfab fetch hf://org/model --hosts=gpu
         skyfab fetch hf://org/model@v2 --include='*.safetensors' --include='*.json'

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 class GpuOptions:
     """The values of these options."""
 
-    gpus: Annotated[int | None, Option("take N GPUs of each host that nobody else uses", "N")] = None
+    gpus: Annotated[int | None, Option("take N GPUs that nobody else uses, on each host", "N")] = None
     when_free: Annotated[bool, Option("wait until the GPUs are free, first come first served")] = False
     priority: Annotated[
         str,

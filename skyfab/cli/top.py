@@ -27,7 +27,7 @@ def top(
 ) -> int:
     """Show hosts and their runs, live.
 
-    Shows what `skyfab hosts` and `skyfab runs` show, and keeps one connection to each host open. Keys: arrows select, l
+    Shows what skyfab hosts and skyfab runs show, and keeps one connection to each host open. Keys: arrows select, l
     follows the log of a run, s shows the stacks of its ranks, x stops it, ? lists all keys, q quits. If the output is
     not a terminal, prints it once, and exits with 3 if a host does not respond.
 

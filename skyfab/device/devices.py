@@ -131,8 +131,10 @@ def keep(device: torch.device, **values: Any) -> None:
     stream = _stream_of(device)
     kept = kept_on(stream)
     if kept is None:
-        hint = 'compute.device("cuda", name="lab") outlives it'
-        raise UsageError(f"{stream.torch_device} ends with the program", host=stream.link.name, hint=hint)
+        hint = 'create it with a name: compute.device("cuda", name="lab")'
+        raise UsageError(
+            f"{stream.torch_device} has no name, so it ends with the program", host=stream.link.name, hint=hint
+        )
     keeping.keep(stream, values)
     kept.update(values)
 

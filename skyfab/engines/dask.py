@@ -46,7 +46,7 @@ class DaskCluster(AbstractContextManager["distributed.Client"]):
     def __enter__(self) -> distributed.Client:
         """Raises HostUnfit if Dask is not installed on a host, UsageError if it is not on this machine."""
         if self._running is not None:
-            raise UsageError("this Dask already runs", hint="compute.dask() starts another one")
+            raise UsageError("this Dask is already running", hint="compute.dask() starts another one")
         with ExitStack() as stack, ThreadPoolExecutor(len(self._nodes), "skyfab-dask") as several:
             client = self._start(stack, several)
             self._running = stack.pop_all()

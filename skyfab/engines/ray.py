@@ -65,7 +65,7 @@ class RayCluster:
         cannot connect to each other; UsageError if Ray already runs on this pool.
         """
         if self._plugin().head:
-            raise UsageError("Ray already runs on this pool", hint="compute.ray().submit(call) uses it")
+            raise UsageError("Ray is already running on this pool", hint="compute.ray().submit(call) uses it")
         with ExitStack() as running:
             address = self._start(running)
             self._running = running.pop_all()

@@ -45,7 +45,7 @@ class DaskHost:
             self._security = security(certificate, key)
         except ModuleNotFoundError as error:
             hint = "Compute(…, plugins=[sky.plugins.dask()]) installs it, except for a Python or lock that you chose"
-            raise HostUnfit(f"Dask is not installed there: {error}", hint=hint) from None
+            raise HostUnfit(f"Dask is not installed on the host: {error}", hint=hint) from None
         dask.config.set({"distributed.worker.http.routes": []})  # other users of the host could read what they serve
         self._servers: list[Any] = []
         self._loop = asyncio.new_event_loop()

@@ -50,7 +50,7 @@ class RayNode:
             raise HostUnfit("its Ray does not check tokens", host=host, hint='plugins.ray(version=">=2.52")')
         if pid := _running():
             hint = "`ray stop` ends it; if a killed skyfab program had started it, it ends by itself within the lease"
-            raise HostUnfit(f"another Ray of this user runs there, pid {pid}", host=host, hint=hint)
+            raise HostUnfit(f"another Ray of this user is running, pid {pid}", host=host, hint=hint)
         prctl(SUBREAPER, 1)  # Ray's processes stay our descendants, whatever becomes of their parents
         self._folder = tempfile.mkdtemp(prefix="ray-", dir=context.own_folder())
         self._place = os.open(self._folder, os.O_RDONLY)

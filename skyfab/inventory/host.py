@@ -122,7 +122,7 @@ class Host:
             where = f"Host {self.name!r}: {item.name}"
             object.__setattr__(self, item.name, checked(item.name, value, where))
         if self.container and self.apptainer:
-            raise UsageError(f"Host {self.name!r}: container and apptainer exclude each other", hint="remove one")
+            raise UsageError(f"Host {self.name!r}: container and apptainer cannot be combined", hint="remove one")
 
     @property
     def inside(self) -> str:

@@ -45,7 +45,7 @@ class Torch(Plugin):
         if not _BUILD.fullmatch(self.cuda):
             raise UsageError(
                 f"invalid torch(cuda={self.cuda!r})",
-                hint='expected "auto", "cpu", or a build such as "cu128" and "rocm6.4"',
+                hint='expected "auto", "cpu", or a build such as "cu128" or "rocm6.4"',
             )
 
     def transform(self, image: Image, host: Host) -> Image:

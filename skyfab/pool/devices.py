@@ -207,7 +207,7 @@ class Devices:
         if run is None or (node.name, run.id) in self.streams:
             return None if run is None else self.streams[node.name, run.id]
         hint = f'sky.attach_device("{name}"), or delete it with all that it keeps: skyfab stop {run.id[:8]}'
-        raise UsageError(f"there is a run {name!r}", host=run.hosts[0], hint=hint)
+        raise UsageError(f"a run named {name!r} is already running", host=run.hosts[0], hint=hint)
 
     def join_new(self, node: Node, run: Run, tree: str) -> DeviceStream:
         """The device of a run that has just begun. If that fails, stops the run, and raises why it failed."""

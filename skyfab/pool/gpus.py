@@ -184,5 +184,7 @@ def _nowhere(nodes: Sequence[Node], gpus: float, label: str) -> SkyfabError:
     have = f"none of the {len(nodes)} hosts has" if len(nodes) > 1 else f"{nodes[0].name} does not have"
     return UsageError(
         f"{have} {gpus} free {'GPU' if gpus == 1 else 'GPUs'} for {label}",
-        hint="calls or actors use some: end an actor (with …)" if most >= gpus else f"gpus= can be at most {most}",
+        hint="calls or actors use some: end an actor, or request fewer GPUs"
+        if most >= gpus
+        else f"gpus= can be at most {most}",
     )

@@ -251,7 +251,7 @@ def test_names(pool: Any, attach: Attach, inventory: sky.Inventory) -> None:
     compute = pool()
     compute.device("cpu", name="lab")
     other = sky.Compute("node1", inventory=inventory, ui="none")
-    with other, pytest.raises(sky.UsageError, match="there is a run 'lab'") as error:
+    with other, pytest.raises(sky.UsageError, match="a run named 'lab' is already running") as error:
         other.device("cpu", name="lab")
     assert 'sky.attach_device("lab")' in str(error.value.hint)
     with pytest.raises(sky.UsageError, match="no run 'other'") as error:

@@ -81,7 +81,7 @@ def test_an_exception_in_the_block_ends_it(open_pool: Callable[..., sky.Compute]
 def test_one_object_starts_one_dask_at_a_time(open_pool: Callable[..., sky.Compute]) -> None:
     dask = open_pool("local").dask()
     with dask as client:
-        with pytest.raises(sky.UsageError, match="this Dask already runs"), dask:
+        with pytest.raises(sky.UsageError, match="this Dask is already running"), dask:
             pass
         assert client.submit(sum, [1, 2]).result() == 3
     with dask as client:

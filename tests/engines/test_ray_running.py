@@ -58,14 +58,14 @@ def test_a_connection_without_the_token_is_refused(ray_pool: sky.Compute, addres
 
 
 def test_a_second_one_on_the_pool_is_refused(ray_pool: sky.Compute, address: str) -> None:
-    with pytest.raises(sky.UsageError, match="Ray already runs on this pool"), ray_pool.ray(**SMALL):
+    with pytest.raises(sky.UsageError, match="Ray is already running on this pool"), ray_pool.ray(**SMALL):
         pass
 
 
 def test_another_one_of_the_same_user_is_refused_with_its_pid(hosts: list[sky.Host], address: str, lab: Lab) -> None:
     with (
         sky.Compute(hosts, plugins=[sky.plugins.ray()], ui="none") as other,
-        pytest.raises(sky.HostUnfit, match="another Ray of this user runs there") as raised,
+        pytest.raises(sky.HostUnfit, match="another Ray of this user is running") as raised,
         other.ray(**SMALL),
     ):
         pass

@@ -60,7 +60,7 @@ def test_only_a_ray_outside_of_containers_is_in_the_way(ray_that: Callable[..., 
     shutil.copy2("/bin/sleep", program)
     pool = ray_that("", good=1)
     with subprocess.Popen([program, "100"]) as other:
-        with pytest.raises(sky.HostUnfit, match=f"another Ray of this user runs there, pid {other.pid}"), pool.ray():
+        with pytest.raises(sky.HostUnfit, match=f"another Ray of this user is running, pid {other.pid}"), pool.ray():
             pass
         other.kill()
     argv = ["unshare", "--pid", "--fork", "--kill-child", program, "100"]

@@ -246,7 +246,7 @@ def test_gpus_are_given_to_one_actor_at_a_time() -> None:
         assert [first.gpus(), second.gpus()] == ["0", "1"]
         with pytest.raises(sky.UsageError, match="1 free GPU") as raised:
             pool.actor(Account, gpus=1)
-        assert raised.value.hint == "calls or actors use some: end an actor (with …)"
+        assert raised.value.hint == "calls or actors use some: end an actor, or request fewer GPUs"
         with pytest.raises(sky.UsageError, match="box does not have 3 free GPUs") as raised:
             pool.actor(Account, gpus=3)
         assert raised.value.hint == "gpus= can be at most 2"

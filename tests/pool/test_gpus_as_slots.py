@@ -169,7 +169,7 @@ def test_actors_and_calls_have_different_gpus(gpu_pool: sky.Compute) -> None:
         assert {future.result()[1] for future in found} == {"1"}
         with pytest.raises(sky.UsageError, match="does not have 2 free GPUs for use") as raised:
             gpu_pool.submit(sky.function(use)(0), gpus=2, on=head)
-        assert raised.value.hint == "calls or actors use some: end an actor (with …)"
+        assert raised.value.hint == "calls or actors use some: end an actor, or request fewer GPUs"
         two = gpu_pool.submit(sky.function(use)(0), gpus=2).result()
         assert two[1] == "0,1", "on the other host"
     assert gpu_pool.submit(sky.function(use)(0), gpus=2, on=head).result()[1] == "0,1"

@@ -143,7 +143,7 @@ def _script() -> str:
         ({"container": ["dev"]}, "container: must be a string, not an array"),
         ({"apptainer": "a\nb.sif"}, "apptainer: contains control characters"),
         ({"apptainer": ""}, "apptainer: must not be empty"),
-        ({"container": "dev", "apptainer": "a.sif"}, "container and apptainer exclude each other"),
+        ({"container": "dev", "apptainer": "a.sif"}, "container and apptainer cannot be combined"),
     ],
 )
 def test_names_are_checked_in_the_inventory(changes: dict[str, str], message: str) -> None:

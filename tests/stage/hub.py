@@ -243,8 +243,8 @@ class _Handler(BaseHTTPRequestHandler):
         end = min(len(data), start + hub.cuts[path].pop(0)) if hub.cuts.get(path) else len(data)
         for at in range(start, end, 65536):
             piece = data[at : min(at + 65536, end)]
+            asked.sent += len(piece)  # before: the test may look as soon as it has arrived
             self.wfile.write(piece)
-            asked.sent += len(piece)
             if hub.rate and len(data) >= LARGE:
                 time.sleep(len(piece) / hub.rate)
         if end < len(data):

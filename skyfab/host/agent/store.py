@@ -63,14 +63,20 @@ def _opened(path: str) -> Iterator[tuple[int, os.stat_result]]:
 
 def seal(path: str, name: str) -> None:
     """Notes that the file has the content of that name."""
-    used = time.time_ns() // _SECOND * _SECOND + _seal_of(name)
+    used = _soon(_seal_of(name))
     os.utime(path, ns=(used, used))
 
 
 def mark_used(path: str) -> None:
     """Notes for `skyfab gc` that a file of the store is used now; its seal stays what it is. Raises OSError."""
-    used = time.time_ns() // _SECOND * _SECOND + os.stat(path).st_mtime_ns % _SECOND
+    used = _soon(os.stat(path).st_mtime_ns)
     os.utime(path, ns=(used, used))
+
+
+def _soon(seal: int) -> int:
+    """The next time with this seal, within a second: a file that a pool uses is not older than the pool."""
+    now = time.time_ns()
+    return now + (seal - now) % _SECOND
 
 
 def _seal_of(name: str) -> int:

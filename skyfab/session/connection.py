@@ -314,6 +314,7 @@ class Connection:
     def _take(self, link: Link) -> None:
         """Makes this link's stream the current one."""
         self._link, self.stream = link, link[0]
+        self.stream.is_used = True
         self._lend = Lender(self.stream, self.stream.sink)
         self._source = self.stream.fileno()
         self._reader.watch(self._source, self)

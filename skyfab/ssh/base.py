@@ -27,6 +27,9 @@ def ended(host: Host, code: int, errors: str) -> HostLost | HostUnfit:
 class Stream(Protocol):
     """The stdin and stdout of a command on a host. Only `close` blocks."""
 
+    is_used: bool
+    """A connection uses it. If the program exits without closing that, the host can tell by the input, which ends."""
+
     def fileno(self) -> int:
         """Readable for `poll` when there is data to receive."""
 

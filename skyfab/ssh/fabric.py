@@ -259,6 +259,7 @@ class ChannelStream:
     """A non-blocking paramiko channel."""
 
     def __init__(self, channel: paramiko.Channel, host: Host) -> None:
+        self.is_used = False
         self._channel = channel
         self._host = host
         channel.settimeout(0.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import functools
 import io
@@ -36,6 +37,7 @@ class ProcessStream:
     def __init__(
         self, argv: Sequence[str], explain: Callable[[int, str], Exception], environ: Mapping[str, str] | None = None
     ) -> None:
+        self.is_used = False
         self._explain = explain
         if _LOG.isEnabledFor(logging.DEBUG):
             _LOG.debug("%s", shlex.join(word if len(word) < 200 else f"{word[:40]}…" for word in argv))
@@ -102,7 +104,7 @@ class ProcessStream:
         return self._poll() is not None
 
     def close(self) -> None:
-        self._err = None
+        self._err, self.is_used = None, False
         for pipe in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert pipe
             with contextlib.suppress(OSError):
@@ -169,3 +171,11 @@ def end_all() -> None:
     """Terminates all streams when this program exits: none must keep waiting for a host that does not respond."""
     for stream in list(_STREAMS):
         stream.end(signal.SIGTERM)
+
+
+@atexit.register
+def _end_unused() -> None:
+    """The same, for those that no connection uses: they are being opened or closed."""
+    for stream in list(_STREAMS):
+        if not stream.is_used:
+            stream.end(signal.SIGTERM)

@@ -9,9 +9,11 @@ import re
 import resource
 import select
 import shutil
+import signal
 import socket
 import stat
 import subprocess
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
@@ -852,3 +854,25 @@ def test_the_fabric_connection_refuses_unknown_keys_too(
         known_hosts.write_text("")
         with pytest.raises((paramiko.SSHException, sky.HostKeyRefused), match="known"):
             compute.hosts[0].connection.run("hostname", hide=True, in_stream=False)
+
+
+@pytest.mark.parametrize("used", [False, True])
+def test_a_stream_that_no_connection_uses_ends_with_its_program(used: bool) -> None:
+    """Its host may not respond: then ssh would wait forever. If a connection uses it, the host can tell why it ends."""
+    program = (
+        "from skyfab.ssh.process import ProcessStream;"
+        "stream = ProcessStream(['sleep', '600'], lambda code, text: OSError(text));"
+        f"stream.is_used = {used}; print(stream._process.pid)"
+    )
+    pid = int(subprocess.run([sys.executable, "-c", program], capture_output=True, check=True, timeout=60).stdout)
+
+    def runs() -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().split()[2] != "Z"
+        except OSError:
+            return False
+
+    if used:
+        assert runs()
+        os.kill(pid, signal.SIGTERM)
+    until(lambda: not runs())

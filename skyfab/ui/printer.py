@@ -79,6 +79,13 @@ class Imports:
         return [event for event, began in self._found.values() if now - began >= seconds]
 
 
+def _ends_something(event: Event) -> bool:
+    """Whether the program may continue after this event, and print something itself."""
+    if isinstance(event, Moved):
+        return event.done >= event.total
+    return isinstance(event, (CallEnded, HostState)) or (isinstance(event, Step) and not event.text)
+
+
 class View(ABC):
     """Shows a pool to the user, as a subscriber of its events. Thread-safe."""
 
@@ -114,7 +121,7 @@ class View(ABC):
         with self._lock:
             self._take(event)
             waiting = self._waiting
-        if waiting and (waiting > _MOST or isinstance(event, (CallEnded, HostState))):
+        if waiting and (waiting > _MOST or _ends_something(event)):
             self._finish()
         elif waiting and not self._wake.is_set():
             self._soon()

@@ -25,7 +25,19 @@ import skyfab.ui.screen
 from skyfab.errors import printable
 from skyfab.ui import display, printer
 from skyfab.ui.display import attach
-from skyfab.ui.events import CallEnded, CallStarted, Events, HostState, Importing, Mapped, Output, State, Waiting
+from skyfab.ui.events import (
+    CallEnded,
+    CallStarted,
+    Events,
+    HostState,
+    Importing,
+    Mapped,
+    Moved,
+    Output,
+    State,
+    Step,
+    Waiting,
+)
 from skyfab.ui.printer import Plain
 from skyfab.ui.prompt import TERMINAL
 from skyfab.ui.screen import Screen
@@ -445,6 +457,20 @@ def test_hosts_on_their_way_become_one_line(screen: Screen, stdout: Recorder, cl
     for name in names[1:]:
         screen(HostState(host=name, state="ready"))
     assert seen(stdout) == ["✓ 4 hosts ready in 0.9 s"]
+
+
+def test_the_progress_of_a_transfer_is_erased_before_the_program_continues(screen: Screen, stdout: Recorder) -> None:
+    screen(HostState(host="node1", state="ready"))
+    screen(Step(host="node1", text="comparing files"))
+    screen.flush()
+    screen(Step(host="node1", text=""))
+    stdout.write("compared\n")
+    screen(Moved(host="node1", what="sending files", done=1, total=3))
+    screen.flush()
+    assert [line[2:] for line in seen(stdout)] == ["mpared", "node1 sending files 1 of 3 bytes"]
+    screen(Moved(host="node1", what="sending files", done=3, total=3))
+    stdout.write("sent\n")
+    assert seen(stdout) == ["compared", "sent"]
 
 
 def test_the_spinner_turns_by_itself(screen: Screen, stdout: Recorder, clock: Clock) -> None:

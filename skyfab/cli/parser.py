@@ -156,13 +156,16 @@ class CommandLine:
                 help_ = f"{command} copies one path: repeat the command for {shlex.quote(unknown[0])}"
             return UsageError(f"unexpected argument {unknown[0]!r}", hint=help_)
         name, equals, value = word.partition("=")
-        known = [flag for action in self.parsers[command].actions for flag in action.option_strings]
-        near = nearest(name.replace("_", "-"), known)
+        flags = [flag for action in self.parsers[command].actions for flag in action.option_strings]
+        known = {flag.lstrip("-"): flag for flag in flags}
+        near = known.get(nearest(name.lstrip("-").replace("_", "-"), known) or "")
         typed = [f"{near}{equals}{value}" if one == word else one for one in words]
         if rest is not None and not rest.option.follows:
             if "--" not in words and rest.option.value.startswith("[") and all("=" in one for one in unknown):
                 help_ = _typed(command, *(one for one in words if one not in unknown), "--", *unknown)
             help_ = f"options of the program follow after --: {help_}"
+        elif rest is not None and not word.startswith("-m"):
+            help_ = f"options of the program follow it: {_typed(command, *(one for one in words if one != word), word)}"
         return UsageError(f"unknown option {name}", hint=f"did you mean: {_typed(command, *typed)}" if near else help_)
 
 

@@ -161,7 +161,8 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
             "error: invalid --ready=file:///etc/passwd\nhint: expected an http or https URL, ",
         ),
         (["run", "node1", "x.py", "-a"], "hint: to name hosts: skyfab run --hosts=node1 x.py -a\n"),
-        (["run", "--quux=3", "x.py"], "error: unknown option --quux\nhint: skyfab run --help\n"),
+        (["run", "--quux=3", "x.py"], "hint: options of the program follow it: skyfab run x.py --quux=3\n"),
+        (["run", "--epochs=3", "x.py"], "hint: options of the program follow it: skyfab run x.py --epochs=3\n"),
         (
             ["exec", "local", "ls", "-la"],
             "error: unknown option -la\nhint: options of the program follow after --: skyfab exec --help\n",

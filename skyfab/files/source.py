@@ -88,9 +88,9 @@ class Source:
         try:
             fd = os.open(self.paths[number], os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
             self._held = (number, fd, _state(fd))
-            if self.is_same(self.paths[number]):
+            if stat.S_ISREG(os.fstat(fd).st_mode) and self.is_same(self.paths[number]):
                 return self._held[2]
-            self.close()
+            self.close()  # a folder or a named pipe has taken its place, or a link to another file
         except (FileNotFoundError, PermissionError):
             pass
         return GONE, 0

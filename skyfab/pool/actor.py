@@ -156,7 +156,8 @@ class Actor:
         if self._process != os.getpid():
             raise UsageError("this actor belongs to another process, and only that process can call it")
         if self.is_closed:
-            raise UsageError(f"the actor {self.label} has ended", hint="create another one: compute.actor(…)")
+            hint = "call it while its pool is open, or create another one: compute.actor(…)"
+            raise UsageError(f"the actor {self.label} was closed, or its pool", hint=hint)
         session = self.node.session
         runs = session is self._session and not session.has_ended
         if runs and self.node.has_worker(self.worker, self.generation):

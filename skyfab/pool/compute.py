@@ -805,7 +805,7 @@ class Compute(ShownAsTable):
         if self._is_parents:
             raise _parents_pool()
         if not self._open:
-            raise UsageError("the pool is not open", hint="with sky.Compute(…) as compute: …")
+            raise UsageError("the pool is not open", hint="call it inside the block: with sky.Compute(…) as compute: …")
         SIGNAL_GUARD.wrap()
 
     def _sync_tree(self) -> str:

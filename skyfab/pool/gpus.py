@@ -181,6 +181,9 @@ def _nowhere(nodes: Sequence[Node], gpus: float, label: str) -> SkyfabError:
     if not alive:
         return HostLost(f"no host is left for {label}", host=nodes[0].name)
     most = max(len(node.gpus) for node in alive)
+    if not most:
+        who = f"none of the {len(alive)} hosts has a GPU" if len(alive) > 1 else f"{alive[0].name} has no GPU"
+        return UsageError(f"{who}: {label} needs {gpus}", hint="to see the GPUs of your hosts: skyfab hosts")
     have = f"none of the {len(nodes)} hosts has" if len(nodes) > 1 else f"{nodes[0].name} does not have"
     return UsageError(
         f"{have} {gpus} free {'GPU' if gpus == 1 else 'GPUs'} for {label}",

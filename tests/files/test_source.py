@@ -6,7 +6,7 @@ import contextlib
 import errno
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -125,6 +125,17 @@ def test_pieces_are_of_the_file_that_was_opened_for_the_first_one(source: Source
     assert source.piece(0, 5, 5) == (False, b"bbbbb")
     assert source.reopen(0) == (GONE, 0)
     assert source.piece(0, 0, 5) == (True, b"")
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_large_file_whose_place_something_else_has_taken(
+    source: Source, top: Path, make: Callable[[Path], None]
+) -> None:
+    source.rows()
+    (top / "a").unlink()
+    make(top / "a")
+    assert source.piece(0, 0, 5) == (True, b"")
+    assert source.reopen(0) == (GONE, 0)
 
 
 def test_a_piece_that_is_read_in_parts(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,8 +235,15 @@ def test_calls_from_many_threads(compute: sky.Compute) -> None:
 def test_a_handle_is_useless_after_its_pool() -> None:
     with sky.Compute("local", ui="none") as pool:
         account = pool.actor(Account)
-    with pytest.raises(sky.UsageError, match="has ended"):
+    with pytest.raises(sky.UsageError, match="was closed, or its pool"):
         account.add()
+
+
+def test_a_host_without_gpus_is_named() -> None:
+    with sky.Compute([sky.Host(name="box", transport="local", gpus=())], ui="none") as pool:
+        with pytest.raises(sky.UsageError, match="box has no GPU: the actor Account needs 1") as raised:
+            pool.actor(Account, gpus=1)
+    assert raised.value.hint == "to see the GPUs of your hosts: skyfab hosts"
 
 
 def test_gpus_are_given_to_one_actor_at_a_time() -> None:

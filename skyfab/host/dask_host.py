@@ -39,6 +39,7 @@ class DaskHost:
         """For data that workers move to disk, and for the moment in which `ssl` reads the key from a file."""
         os.environ["TMPDIR"] = tempfile.tempdir = self._folder
         os.environ.setdefault("DASK_LOGGING__DISTRIBUTED", "warning")
+        os.environ.setdefault("PYTHONUNBUFFERED", "1")  # a line that a task prints is shown at once
         try:
             import dask
 

@@ -150,7 +150,7 @@ def test_workers_can_be_restarted(client: Any) -> None:
 
 
 def test_output_of_tasks_is_shown_with_its_host(client: Any, seen: list[Event]) -> None:
-    client.submit(lambda: print("hello from a task", flush=True), workers="node2", pure=False).result()
+    client.submit(lambda: print("hello from a task"), workers="node2", pure=False).result()
     until(lambda: any(getattr(one, "text", "") == "hello from a task" and one.host == "node2" for one in seen))
 
 

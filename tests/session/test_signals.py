@@ -16,6 +16,7 @@ from types import FrameType
 from typing import Any
 
 import pytest
+from stage.spot import until
 
 import skyfab as sky
 from skyfab._util.signals import SignalCame, SignalGuard, without_signals
@@ -564,7 +565,7 @@ def alarms(pool: sky.Compute, signals: int, actions: Sequence[Callable[[], objec
     assert all(made)
     assert all(node.lost is None for node in pool.hosts)
     assert [(add(n, 1) > pool).result(60) for n in range(20)] == list(range(1, 21))
-    assert all(not slot.tasks for slot in pool._scheduler._slots)
+    until(lambda: all(not slot.tasks for slot in pool._scheduler._slots))  # those of calls that were stopped, soon
 
 
 def actions_on(pool: sky.Compute, folder: Path) -> Sequence[Callable[[], object]]:

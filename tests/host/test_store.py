@@ -220,9 +220,12 @@ def test_what_a_power_cut_has_damaged_is_found(store: Store, monkeypatch: pytest
     monkeypatch.setattr("skyfab.host.agent.store._started", lambda: 2e9 * 2)
     assert store.missing([name, other]) == [name]
     put(store, CONTENT, keep=True)
-    for digest, files in zip((TREE, NAME), trees, strict=True):
-        store.lay_out(digest, files)
-    assert (damaged / "0/a.py").read_bytes() == CONTENT
+    for how in ("emptied", "missing"):
+        if how == "missing":
+            (damaged / "0/a.py").unlink()
+        for digest, files in zip((TREE, NAME), trees, strict=True):
+            store.lay_out(digest, files)
+        assert (damaged / "0/a.py").read_bytes() == CONTENT, how
     assert intact.stat().st_ino == inode, "other hosts that share the cache may be using it"
 
 

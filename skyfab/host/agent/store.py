@@ -261,10 +261,12 @@ class Writer:
 def _has_all(folder: str, files: Sequence[Sequence[str]]) -> bool:
     """Whether a tree has all of its files, as they were laid out."""
     for path, name in files:
-        with open(_inside(folder, path), "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if name_of(map_file(file.fileno(), size)) != name:
-                return False
+        try:
+            with _opened(_inside(folder, path)) as (fd, found):
+                if name_of(map_file(fd, found.st_size)) != name:
+                    return False
+        except OSError:  # it is missing, or not a file
+            return False
     return True
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 from skyfab._util.atomic import write
 from skyfab._util.cache import cache_folder
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from skyfab.inventory.inventory import Inventory
     from skyfab.pool.compute import Compute
     from skyfab.pool.mirror import Mirror
+
+Folders: TypeAlias = "Mapping[str, Sequence[str]]"
+"""What to fetch from one host only, by its name."""
 
 
 @command
@@ -82,11 +85,13 @@ def get(
         with attached(run, hosts, inventory=inventory, results="data") as found:
             with mirrored(found) as is_mirrored:
                 pass
-            path = path or _written_by(found)
+            own: Folders = {}
+            if not path:
+                path, own = _written_by(found)
         known, chosen, silent = found.inventory, tuple(found.in_workdirs()), found.silent
-        if is_mirrored and not path:
+        if is_mirrored and not path and not own:
             return 3 if silent else 0
-        if not path or not chosen:
+        if not (path or own) or not chosen:
             hint = "skyfab get --help"
             if not chosen:
                 why = "has no folder on other machines"
@@ -99,15 +104,18 @@ def get(
     elif not path:
         raise UsageError("expected a path, or --run", hint="skyfab get --help")
     else:
-        known, chosen, silent = *selected(hosts, inventory), []
-    code = _fetch(known, chosen, path, to)
+        known, chosen, silent, own = *selected(hosts, inventory), [], {}
+    code = _fetch(known, chosen, path, to, own)
     for host in silent:
         print(f"{host}: no response, so nothing was fetched from it", file=sys.stderr)
     return 3 if silent else code
 
 
-def _written_by(run: Run) -> list[str]:
-    """What its hosts list once it has ended; of a sweep the folders of all trials, also of those that it resumed."""
+def _written_by(run: Run) -> tuple[list[str], Folders]:
+    """What its hosts list once it has ended, and of a sweep the folders of all trials, also of those that it resumed.
+
+    The folder of a trial is fetched from the host that ran it last: others may still have an earlier attempt.
+    """
     from skyfab.detached.sweep import LABEL, Sweep
 
     def is_in(path: str, folders: Iterable[str]) -> bool:
@@ -117,14 +125,23 @@ def _written_by(run: Run) -> list[str]:
     trials = Sweep(run).look() if run.function.startswith(LABEL) and run.has_ended else []
     folders = {trial.folder for trial in trials if trial.folder}
     outside = {path for path in listed if not is_in(path, folders)}
-    return sorted(outside | {folder for folder in folders if not is_in(folder, outside)})
+    everywhere = sorted(outside)
+    own: dict[str, list[str]] = {part.host: [] for part in run.parts}
+    for trial in trials:
+        if trial.folder and not is_in(trial.folder, outside):
+            own.get(trial.host, everywhere).append(trial.folder)
+    return everywhere, {host: paths for host, paths in own.items() if paths}
 
 
-def _fetch(inventory: Inventory, hosts: Sequence[Host], paths: Sequence[str], to: str) -> int:
+def _fetch(inventory: Inventory, hosts: Sequence[Host], paths: Sequence[str], to: str, own: Folders) -> int:
     """Fetches from the hosts that respond, and prints the errors of the others. Raises the error if none responds."""
     try:
         with file_pool(inventory, hosts) as compute:
-            _tell(compute.download(paths, to=to))
+            if paths:
+                _tell(compute.download(paths, to=to))
+            for host in hosts:
+                if host.name in own:
+                    _tell(compute.download(own[host.name], to=to, on=host.name))
         return 0
     except (HostError, PoolError) as error:
         failed = [one for one in getattr(error, "exceptions", [error]) if isinstance(one, HostError)]
@@ -132,7 +149,7 @@ def _fetch(inventory: Inventory, hosts: Sequence[Host], paths: Sequence[str], to
         if not rest or not failed:
             raise
         report.print_errors(failed)
-        _fetch(inventory, rest, paths, to)
+        _fetch(inventory, rest, paths, to, own)
         return 3
 
 
@@ -152,7 +169,7 @@ def fetch_remembered(run: Run) -> bool:
         return False
     try:
         if noted["patterns"]:
-            _fetch(run.inventory, hosts, noted["patterns"], noted["to"])
+            _fetch(run.inventory, hosts, noted["patterns"], noted["to"], {})
     except SkyfabError as error:
         tell_not_fetched(error)
     return True

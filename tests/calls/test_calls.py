@@ -256,7 +256,7 @@ def test_leaving_a_stream_stops_what_still_runs(
 ) -> None:
     stream = sky.gather(identity(1), stay(spot / "pid"), stream=True) >> pool
     assert next(stream) == 1
-    ((machine, pid),) = spot.wait("pid").items()
+    ((machine, pid),) = spot.read("pid").items()
     stream.close()
     until(lambda: not runs_on(machine, int(pid)), "the end of the abandoned call")
     assert add(1) >> pool == 11
@@ -405,7 +405,7 @@ def test_cancelling_a_running_call_ends_its_process_on_the_host(
     pool: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool]
 ) -> None:
     future = stay(spot / "pid") > pool
-    ((machine, pid),) = spot.wait("pid").items()
+    ((machine, pid),) = spot.read("pid").items()
     assert runs_on(machine, int(pid))
     assert future.cancel()
     assert future.cancelled()
@@ -436,7 +436,7 @@ def test_the_calls_behind_one_that_is_ended_run_all_the_same(
     first = sky.function(timeout=3)(linger) if end == "timeout" else sky.function(linger)
     running = first(spot / "pid") > pool
     behind = [add(n) > pool for n in range(50)]
-    ((_, pid),) = spot.wait("pid").items()
+    ((_, pid),) = spot.read("pid").items()
     if end == "cancel":
         assert running.cancel()
     elif end == "death":
@@ -463,7 +463,7 @@ def test_cancelling_a_broadcast_ends_all_its_ranks(
 
     folder = spot / ""
     future = pool.submit(stay_each(), on="all")
-    pids = [(machine, int(pid)) for rank in (0, 1) for machine, pid in spot.wait(f"rank{rank}").items()]
+    pids = [(machine, int(pid)) for rank in (0, 1) for machine, pid in spot.read(f"rank{rank}").items()]
     assert future.cancel()
     for machine, pid in pids:
         until(lambda m=machine, p=pid: not runs_on(m, p), "the end of the cancelled ranks")
@@ -478,7 +478,7 @@ def test_a_function_has_a_timeout_after_which_it_is_stopped(
         slow(spot / "pid") >> pool
     assert isinstance(caught.value, TimeoutError)
     assert caught.value.host in {node.name for node in pool.hosts}
-    ((machine, pid),) = spot.wait("pid").items()
+    ((machine, pid),) = spot.read("pid").items()
     until(lambda: not runs_on(machine, int(pid)), "the end of the call that took too long")
     assert sky.function(timeout=60)(square)(3) >> pool == 9
 

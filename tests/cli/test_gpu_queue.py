@@ -88,7 +88,7 @@ class Queue:
     def runs(self, name: str, rank: int = 0) -> list[str]:
         """Waits until a run is running, and returns the GPUs that it had each time."""
         try:
-            (found,) = self.spot.wait(f"{name}.{rank}").values()
+            (found,) = self.spot.read(f"{name}.{rank}").values()
         except AssertionError:
             raise AssertionError(f"{name} does not run: {[*self.find(name).logs()]}") from None
         return found.split()
@@ -211,7 +211,7 @@ def test_gpus_are_free_only_when_all_ranks_of_the_host_are_gone(queue: Queue, na
         assert ran.code == 0, ran.err
         queue.names.append((name, "ada"))
         if name == "gang":
-            pids = [int(next(iter(queue.spot.wait(f"held.{rank}").values()))) for rank in (0, 1)]
+            pids = [int(next(iter(queue.spot.read(f"held.{rank}").values()))) for rank in (0, 1)]
     queue.waits("after", r"1st, after ada's gang \(node1, 2 GPUs, \d+ s so far\)")
     host = namespaces["node1"]
     (leader,) = [one.ppid for one in host.processes() if one.pid == pids[0]]

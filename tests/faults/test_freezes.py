@@ -227,7 +227,7 @@ def test_a_link_that_is_frozen_is_not_missed(lab: Lab, open_pool: Open, spot: Sp
 
 
 def frozen_rank(lab: Lab, spot: Spot, freeze: Freeze) -> LabProcess:
-    ((name, pid),) = spot.wait("pid").items()
+    ((name, pid),) = spot.read("pid").items()
     rank = numbered(lab[name], int(pid))
     freeze(rank)
     return rank
@@ -272,7 +272,7 @@ def test_a_rank_that_freezes_for_a_while_loses_nothing(lab: Lab, open_pool: Open
     """It is the call's own affair: nobody doubts the host."""
     pool = open_pool("openssh", count=1, lease=20)
     future = pool.submit(leave_and_wait(spot / "pid", spot / "go"))
-    ((name, pid),) = spot.wait("pid").items()
+    ((name, pid),) = spot.read("pid").items()
     go_on = freeze(numbered(lab[name], int(pid)))
     time.sleep(2)
     spot.leave("go")
@@ -302,7 +302,7 @@ def test_calls_go_on_while_the_zygote_is_frozen_and_what_it_was_told_is_done_lat
 ) -> None:
     pool = open_pool("openssh", count=1, lease=600, host={"slots": 2})
     future = pool.submit(stay(spot / "pid"))
-    ((_, pid),) = spot.wait("pid").items()
+    ((_, pid),) = spot.read("pid").items()
     rank = numbered(lab["node1"], int(pid))
     assert errands.note(spot / "calls", "first") >> pool == "first"
     go_on = freeze(zygote(pool, lab["node1"]))

@@ -82,7 +82,7 @@ def is_prompt(
         lines = [event.text for event in happened if isinstance(event, Output)]
         assert lines.count(f"hello {name}") == 1, "its line is there when it returns"
         future = pool.submit(stay(spot / name))
-        ((machine, pid),) = spot.wait(name).items()
+        ((machine, pid),) = spot.read(name).items()
         assert future.cancel()
         cancelled = timed(lambda: until(lambda: not runs_on(machine, int(pid)), "the end of its process", 100))
         print(f"{name}: answered after {answered:.2f} s, cancelled after {cancelled:.2f} s")

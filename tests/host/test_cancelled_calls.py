@@ -38,7 +38,7 @@ def test_a_call_that_saves_and_returns_when_it_is_stopped_does_not_cost_its_slot
     pool = open_pool("local", count=1)
     assert add(1) >> pool == 11  # its module is imported there: a timeout counts from when a call is given to a process
     running = sky.function(timeout=1.0 if end == "timeout" else None)(save_and_return)(spot / "pid") > pool
-    ((_, pid),) = spot.wait("pid").items()
+    ((_, pid),) = spot.read("pid").items()
     if end == "cancel":
         assert running.cancel()
         with pytest.raises(CancelledError):

@@ -39,7 +39,7 @@ def test_a_daemon_that_was_forked_goes_with_its_rank(
     other = fork_a_daemon(spot / "other", spot / "never") > pool
     spot.wait("other")
     future = fork_a_daemon(spot / "daemon", spot / "never") > pool
-    ((machine, daemon),) = spot.wait("daemon").items()
+    ((machine, daemon),) = spot.read("daemon").items()
     assert runs_on(machine, int(daemon))
     assert future.cancel()
     until(lambda: not runs_on(machine, int(daemon)), "the end of the daemon", 60)

@@ -515,7 +515,7 @@ def test_a_kill_for_lack_of_memory_says_so(open_pool: Callable[..., sky.Compute]
 
         note, go = spot / "pid", spot / "go"
         future = greedy() > pool
-        ((_, pid),) = spot.wait("pid").items()
+        ((_, pid),) = spot.read("pid").items()
         (group / "cgroup.procs").write_text(pid)
         spot.leave("go")
         with pytest.raises(sky.WorkerDied) as caught:

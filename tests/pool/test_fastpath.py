@@ -113,7 +113,7 @@ def test_a_host_that_is_cut_off_is_lost_and_the_others_go_on(
     pool = open_pool("openssh", count=2, lease=5, heartbeat_timeout=1.5)
     first = namespaces.hosts[0]
     waiting = begin(lambda: stay(spot / "pid") >> pool)
-    assert set(spot.wait("pid")) == {first.name}
+    assert set(spot.read("pid")) == {first.name}
     first.cut()
     try:
         with pytest.raises(sky.HostLost) as caught:
@@ -375,7 +375,7 @@ def test_a_timeout_passes_while_small_calls_keep_the_host_busy(
         linger(path)
 
     late = begin(lambda: overdue(spot / "pid") >> pool)
-    ((machine, pid),) = spot.wait("pid").items()
+    ((machine, pid),) = spot.read("pid").items()
     assert until(lambda: identity(1) >> pool == 1 and late.done(), "the end of its time")
     with pytest.raises(sky.CallTimeout):
         late.result()
@@ -388,7 +388,7 @@ def test_closing_a_pool_ends_the_call_that_another_thread_waits_for(
 ) -> None:
     pool = open_pool("openssh")
     waiting = begin(lambda: stay(spot / "pid") >> pool)
-    ((machine, pid),) = spot.wait("pid").items()
+    ((machine, pid),) = spot.read("pid").items()
     pool.close()
     with pytest.raises(sky.SkyfabError):
         waiting.result(170)

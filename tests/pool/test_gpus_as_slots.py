@@ -136,7 +136,7 @@ def test_a_killed_worker_frees_its_gpu(gpu_pool: sky.Compute, spot: Spot) -> Non
     head = gpu_pool.hosts[0].name
     ones = [gpu_pool.submit(sky.function(linger)(spot / f"pid{n}"), gpus=1, on=head) for n in range(2)]
     waiting = gpu_pool.submit(sky.function(use)(0), gpus=1, on=head)
-    [pid] = spot.wait("pid0").values()
+    [pid] = spot.read("pid0").values()
     assert not waiting.done()
     gpu_pool.submit(sky.function(os.kill)(int(pid), signal.SIGKILL), on=head).result()
     with pytest.raises(sky.WorkerDied):
@@ -243,7 +243,7 @@ def test_a_call_with_gpus_ends_when_its_pool_is_detached(
     """It is not a part of the run."""
     pool = open_pool("local", ranks=1, host={"gpus": (0,)})
     alone = pool.submit(sky.function(linger)(spot / "pid"), gpus=1)
-    [pid] = spot.wait("pid").values()
+    [pid] = spot.read("pid").values()
     pool.submit(sky.function(meet)(spot / "met"), on="all")
     spot.wait("met")
     run = pool.detach(name="apart")

@@ -236,7 +236,7 @@ def test_ctrl_c_stops_the_calls_that_run(
     """On the hosts too, with what they have started; the lease is not waited for."""
     text = "compute.map(lambda n: stay.fn(), [1, 2])" if way == "map" else way
     running = client.start(text, lease=600)
-    pids = spot.wait("pids", count=1 if way.startswith("stay() >>") else 2)
+    pids = spot.read("pids", count=1 if way.startswith("stay() >>") else 2)
     assert all(runs_on(machine, int(pid)) for machine, found in pids.items() for pid in found.split())
     running.send_signal(signal.SIGINT)
     code, err = client.end(running)
@@ -406,7 +406,7 @@ def test_a_rank_or_zygote_that_is_killed_takes_its_children_along_and_the_pool_g
 ) -> None:
     pool = open_pool("openssh", count=1, lease=600)
     future = linger_with_a_child(spot / "rank") > pool
-    number = int(spot.wait("rank")["node1"])
+    number = int(spot.read("rank")["node1"])
     rank, zygote, _ = chain(hosts[0], number)
     os.kill((rank if victim == "rank" else zygote).outside, signal.SIGKILL)
     with pytest.raises(sky.WorkerDied) as caught:
@@ -428,7 +428,7 @@ def test_an_agent_that_is_killed_is_a_host_lost_and_the_others_go_on(
 ) -> None:
     pool = open_pool("openssh", count=2, lease=LEASE)
     future = pool.submit(linger_with_a_child(spot / "rank"), on="node1")
-    number = int(spot.wait("rank")["node1"])
+    number = int(spot.read("rank")["node1"])
     _, _, agent = chain(hosts[0], number)
     assert agent.pid == pool.hosts[0].agent.pid
     os.kill(agent.outside, signal.SIGKILL)
@@ -482,7 +482,7 @@ def test_children_in_sessions_of_their_own_go_too(
     """With the rank that started them, or with the pool at the latest: here one that is a daemon."""
     pool = open_pool("openssh", count=1, lease=LEASE)
     future = daemonize(spot / "daemon", spot / "never") > pool
-    daemon = int(spot.wait("daemon")["node1"])
+    daemon = int(spot.read("daemon")["node1"])
     assert runs_on("node1", daemon)
     if how == "cancel":
         future.cancel()
@@ -523,7 +523,7 @@ def test_an_agent_that_is_asked_to_end_cleans_up(
     """As when the host shuts down: SIGTERM."""
     pool = open_pool("openssh", count=1, lease=600)
     future = linger_with_a_child(spot / "rank") > pool
-    _, _, agent = chain(hosts[0], int(spot.wait("rank")["node1"]))
+    _, _, agent = chain(hosts[0], int(spot.read("rank")["node1"]))
     os.kill(agent.outside, signal.SIGTERM)
     with pytest.raises(sky.HostError):
         future.result(170)
@@ -567,7 +567,7 @@ def test_what_functions_leave_to_atexit_is_done_when_the_pool_closes(
     start(spot / "written") @ pool
     assert not spot.notes("written")
     pool.close()
-    assert list(spot.wait("written", 2).values()) == ["the last steps"] * 2
+    assert list(spot.read("written", 2).values()) == ["the last steps"] * 2
     assert list(spot.notes("written.log").values()) == ["a line"] * 2
     assert said.count("all is written") == 2 and sum("one that fails" in line for line in said) == 2
     clean()

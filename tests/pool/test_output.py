@@ -318,7 +318,7 @@ def test_cancelling_gets_through_a_flood(pool: sky.Compute, spot: Spot, runs_on:
 
     note = spot / "pid"
     future = flood() > pool
-    ((machine, pid),) = spot.wait("pid").items()
+    ((machine, pid),) = spot.read("pid").items()
     assert future.cancel()
     until(lambda: not runs_on(machine, int(pid)), "the end of the flood")
 

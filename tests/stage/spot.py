@@ -59,6 +59,11 @@ class Spot:
         until(lambda: len(self.notes(name)) >= count, f"a note {name!r} on {count} machines")
         return self.notes(name)
 
+    def read(self, name: str, count: int = 1) -> dict[str, str]:
+        """Waits until so many machines have a note of that name that says something: files are created empty."""
+        until(lambda: sum(map(bool, self.notes(name).values())) >= count, f"a note {name!r} on {count} machines")
+        return self.notes(name)
+
     def leave(self, name: str) -> None:
         """Leaves a note on every machine."""
         for place in self._places.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import itertools
 import json
 import os
 import re
@@ -160,17 +161,19 @@ def _known(name: str, hosts: Sequence[Host], inventory: Inventory) -> dict[tuple
 def _planned(
     words: Sequence[tuple[str, ...]], before: Mapping[tuple[str, ...], Trial], name: str
 ) -> list[dict[str, Any]]:
-    """All trials; those that are done already are listed with their results."""
-    from skyfab.cli.trials import folders_of
+    """All trials; those that are done already are listed with their results. New ones have numbers of their own."""
+    from skyfab.cli.trials import names_of
 
     root = f"sweeps/{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}-{time.strftime('%m%d-%H%M%S')}"
+    used = (re.match(r"\d+", PurePosixPath(old.folder).name) for old in before.values())
+    unused = itertools.count(max((int(number[0]) for number in used if number), default=0) + 1)
     found: list[dict[str, Any]] = []
-    for number, (one, folder) in enumerate(zip(words, folders_of(words), strict=True), 1):
+    for number, (one, named) in enumerate(zip(words, names_of(words), strict=True), 1):
         old = before.get(one)
         if old is not None and old.state == "done":
             found.append(asdict(old) | {"trial": number})
         else:
-            place = f"{root}/{folder}" if old is None else old.folder
+            place = old.folder if old is not None else f"{root}/{next(unused):04}-{named}".rstrip("-")
             found.append({"trial": number, "state": "waiting", "words": one, "folder": place})
     return found
 

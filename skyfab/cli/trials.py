@@ -87,13 +87,12 @@ def _lines(path: Path) -> list[tuple[str, ...]]:
     return [words for words in found if words]
 
 
-def folders_of(trials: Sequence[Sequence[str]]) -> list[str]:
-    """A name for the folder of each trial: its number, and the words that not all trials have.
+def names_of(trials: Sequence[Sequence[str]]) -> list[str]:
+    """A name for the folder of each trial: the words that not all trials have.
 
-    >>> folders_of([["--lr=1e-3", "data=a/b"], ["--lr=1e-4", "data=a/b"]])
-    ['0001-lr=1e-3', '0002-lr=1e-4']
+    >>> names_of([["--lr=1e-3", "data=a/b"], ["--lr=1e-4", "data=a/b"]])
+    ['lr=1e-3', 'lr=1e-4']
     """
     common = set.intersection(*map(set, trials)) if len(trials) > 1 else set()
     names = ["-".join(word.lstrip("-") for word in words if word not in common) for words in trials]
-    safe = [re.sub(r"[^\w.=+-]+", "_", name, flags=re.ASCII)[:_NAME] for name in names]
-    return [f"{number:04}-{name}".rstrip("-") for number, name in enumerate(safe, 1)]
+    return [re.sub(r"[^\w.=+-]+", "_", name, flags=re.ASCII)[:_NAME] for name in names]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyfab.cli.trials import MOST, folders_of, trials_of
+from skyfab.cli.trials import MOST, names_of, trials_of
 from skyfab.errors import UsageError
 
 
@@ -79,21 +79,21 @@ def test_a_file_without_trials_is_an_error(tmp_path: Path, text: str | None, mes
         trials_of([], str(tmp_path / "grid"))
 
 
-def test_folders_are_safe_unique_and_say_what_distinguishes_a_trial() -> None:
+def test_names_are_safe_and_say_what_distinguishes_a_trial() -> None:
     words = ["name=../../etc,a/b,a_b", "--text=x y", "--note=" + "long" * 100, "seed=1..2"]
     trials = trials_of(words)
-    names = folders_of(trials)
-    assert names[0] == "0001-name=.._.._etc-seed=1"
-    assert len(set(names)) == len(trials) == 6
+    names = names_of(trials)
+    assert names[0] == "name=.._.._etc-seed=1"
+    assert len(names) == len(trials) == 6
     assert not any("/" in name or " " in name for name in names)
-    assert max(map(len, folders_of([("a=" + "x" * 400,), ("a=y",)]))) < 110
-    assert folders_of([("only=1",)]) == ["0001-only=1"]
+    assert max(map(len, names_of([("a=" + "x" * 400,), ("a=y",)]))) < 110
+    assert names_of([("only=1",)]) == ["only=1"]
 
 
 def test_words_that_all_trials_have_are_not_in_names() -> None:
-    assert folders_of(trials_of(["--lr=1,2", "epochs=3"])) == ["0001-lr=1", "0002-lr=2"]
-    assert folders_of([("--fast", "a=1"), ("a=1",)]) == ["0001-fast", "0002"]
+    assert names_of(trials_of(["--lr=1,2", "epochs=3"])) == ["lr=1", "lr=2"]
+    assert names_of([("--fast", "a=1"), ("a=1",)]) == ["fast", ""]
 
 
 def test_as_many_trials_as_a_sweep_may_have_are_found_quickly() -> None:
-    assert len(folders_of(trials_of([f"seed=1..{MOST}"]))) == MOST
+    assert len(names_of(trials_of([f"seed=1..{MOST}"]))) == MOST

@@ -189,13 +189,14 @@ def test_a_failure_stops_new_trials_and_resume_repeats_what_is_not_done(project:
     assert logs == [f"{number:04}-seed={number + 5}" for number in range(1, 8)], "also of trials that were not repeated"
     project.spot.leave("mended")
     project.sweep(*words, "seed=", code=2)
-    project.sweep(*words[:-1], "seed=6..13", "--resume")  # with one more
+    project.sweep(*words[:-1], "seed=5..12", "--resume")  # with one more, in front of the others
     assert "of 8 trials, 6 are done" in project.said
+    assert "0008-seed=5" in {Path(one["folder"]).name for one in json.loads(project.sweep("night", "--json=-"))}
     assert set(project.states("night").values()) == {"done"}
     begun = project.begun()
     assert begun["7"] == 3
     assert all(begun[seed] == 1 for seed in done)
-    assert begun["13"] == 1
+    assert begun["5"] == 1
     project.sweep(*words[:-1], "seed=6..6", "other=1", "--resume")
     assert "of 1 trial, the last sweep had none" in project.said
 

@@ -477,6 +477,7 @@ def test_a_function_has_a_timeout_after_which_it_is_stopped(
     with pytest.raises(sky.CallTimeout) as caught:
         slow(spot / "pid") >> pool
     assert isinstance(caught.value, TimeoutError)
+    assert "took longer than its timeout of 3 s" in str(caught.value)
     assert caught.value.host in {node.name for node in pool.hosts}
     ((machine, pid),) = spot.read("pid").items()
     until(lambda: not runs_on(machine, int(pid)), "the end of the call that took too long")

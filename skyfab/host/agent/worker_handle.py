@@ -305,7 +305,8 @@ class WorkerHandle:
             if call.held:
                 answer = messages.Ended(why="unstarted")
             elif call.verdict:
-                answer = messages.Ended(why=call.verdict, exitcode=exitcode)
+                limit = f"{call.timeout:g} s" if call.timeout and call.verdict == "timeout" else ""
+                answer = messages.Ended(why=call.verdict, text=limit, exitcode=exitcode)
             else:
                 answer = messages.Ended(why="died", text=text, exitcode=exitcode)
             mux.send(call.stream, answer.encode())

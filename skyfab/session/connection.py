@@ -366,6 +366,8 @@ class Connection:
         except SkyfabError as error:
             error.host = error.host or self.host
             self._end(error)
+        if self.replies.is_done and self.state in LEAVING:
+            self._end(None)
 
     def flush(self) -> None:
         """Writes as much as possible."""

@@ -141,6 +141,8 @@ class Replies:
         """The agent's description of itself."""
         self.hellos = 0
         """The number of hellos received: one for each stream."""
+        self.is_done = False
+        """Whether the agent has cleaned up and ends. End of file follows, but late if a login script left a process."""
         self.pending: dict[int, PendingRequest] = {}
         self._host = host
         self._listener = listener
@@ -179,7 +181,7 @@ class Replies:
         self.mux.resume(hello.received)
 
     def bye(self, reason: str) -> None:
-        pass  # end of file follows
+        self.is_done = reason == "done"
 
     def opened(self, stream: int, head: bytes, data: memoryview | None) -> None:
         request = self.pending.get(stream)

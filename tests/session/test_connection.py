@@ -612,7 +612,9 @@ def test_a_lost_connection_stays_lost(bench: Bench) -> None:
 # ---- closing
 
 
-def test_open_closing_closed(bench: Bench) -> None:
+@pytest.mark.parametrize("answer", ["end of file", "goodbye"])
+def test_open_closing_closed(bench: Bench, answer: str) -> None:
+    """What a login script leaves running may keep the stream open for ever."""
     bench.open()
     found = bench.request()
     bench.connection.leave()
@@ -623,7 +625,10 @@ def test_open_closing_closed(bench: Bench) -> None:
     bench.stream.agent.setblocking(True)
     bench.stream.agent.settimeout(10)
     assert BYE in [kind for kind, _ in bench.stream.heard()]
-    bench.stream.agent.shutdown(socket.SHUT_WR)  # the agent's answer
+    if answer == "goodbye":
+        bench.stream.say(frame(BYE, 0, b"done"))
+    else:
+        bench.stream.agent.shutdown(socket.SHUT_WR)
     closing.join(10)
     assert not closing.is_alive()
     assert bench.state is State.CLOSED

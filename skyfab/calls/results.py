@@ -225,8 +225,7 @@ def _ending(message: messages.Ended, host: str, rank: int | None, label: str) ->
             hint = "the lines above from faulthandler show where"
         return WorkerDied(f"{label}: {text}", exitcode=message.exitcode, host=host, rank=rank, hint=hint)
     if why == "timeout":
-        limit = f" of {text}" if text else ""
-        return CallTimeout(f"{label} took longer than its timeout{limit} and was stopped", host=host, rank=rank)
+        return CallTimeout(f"{label} took longer than its timeout of {text} and was stopped", host=host, rank=rank)
     if why == "cancelled":
         return CallCancelled(f"{label} was cancelled", host=host, rank=rank)
     if why == "unstored":

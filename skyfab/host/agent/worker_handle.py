@@ -305,7 +305,7 @@ class WorkerHandle:
             if call.held:
                 answer = messages.Ended(why="unstarted")
             elif call.verdict:
-                limit = f"{call.timeout:g} s" if call.timeout and call.verdict == "timeout" else ""
+                limit = f"{call.timeout:g} s" if call.verdict == "timeout" else ""
                 answer = messages.Ended(why=call.verdict, text=limit, exitcode=exitcode)
             else:
                 answer = messages.Ended(why="died", text=text, exitcode=exitcode)

@@ -18,7 +18,7 @@ def up(count: int = 4, folder: Path | str | None = None, *, python: str | None =
     `folder` is where it is kept, if not in the cache. Installs the programs that it needs, if permitted. `python` is as
     for `Lab.start`; for None, this program's own is lent where the system has none of its version.
 
-    Raises UsageError if it is up with another number of hosts, or if programs are missing.
+    Raises UsageError if it is up with another number of hosts or another Python, or if programs are missing.
     """
     place = home(folder)
     lab = find(place)
@@ -32,6 +32,11 @@ def up(count: int = 4, folder: Path | str | None = None, *, python: str | None =
         raise UsageError(
             f"a lab of {len(lab.hosts)} hosts is already up, not of {count}",
             hint=f"skyfab lab.down, then skyfab lab.up --count={count}",
+        )
+    if python is not None and lab.hosts[0].python != str(Path(python).absolute()):
+        raise UsageError(
+            f"a lab is already up, with the Python {lab.hosts[0].python or 'none'}, not {python}",
+            hint=f"skyfab lab.down, then skyfab lab.up --count={count} --python={python}",
         )
     for host in lab.hosts:
         if not host.up:

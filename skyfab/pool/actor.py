@@ -100,7 +100,7 @@ class Actor:
         self._made = made
         self._one = pack_function(INVOKE, common.plugins)
         self._several = pack_function(_INVOKE_ALL, common.plugins)
-        self._restarts = limits.restarts
+        self._restarts = self._restarts_left = limits.restarts
         self._most = max(_IN_PROGRESS, 2 * limits.concurrency)
         self._together = 1 if common.untrusted or limits.concurrency > 1 else _TOGETHER
         self.untrusted = common.untrusted
@@ -162,14 +162,18 @@ class Actor:
         runs = session is self._session and not session.has_ended
         if runs and self.node.has_worker(self.worker, self.generation):
             return
-        if not self._restarts:
+        if not self._restarts_left:
             raise self.lost("its process has ended")
         self._spawn()
-        self._restarts -= 1  # not before: if its host is away, none is made
+        self._restarts_left -= 1  # not before: if its host is away, none is made
 
     def lost(self, why: str) -> ActorLost:
-        how = "the next call" if self._restarts else "up to N times, compute.actor(…, restarts=N)"
-        hint: str | None = f"its state is lost; {how} creates the object again"
+        how = "compute.actor(…, restarts=N) creates the object again up to N times"
+        if self._restarts_left:
+            how = "the next call creates the object again"
+        elif self._restarts:
+            how = f"restarts={self._restarts} is used up: compute.actor(…, restarts=N) with more"
+        hint: str | None = f"its state is lost; {how}"
         if self.is_closed:
             why, hint = "this program has ended it, or its pool", None
         return ActorLost(f"the actor {self.label} is lost: {why}", host=self.node.name, hint=hint)

@@ -85,6 +85,8 @@ class Cache:
                 raise SkyfabError(f"{file.url} has another sha256: {text}", host=self.name, hint=hint)
             if problem == REFUSED and text in ("401", "403") and found.shown:
                 raise denied(found.shown, text, found.token)
+            if problem == REFUSED and text == "416":
+                raise SkyfabError(f"{file.url} has fewer bytes than the {file.size} listed", host=self.name)
             if problem == REFUSED:
                 raise SkyfabError(f"{file.url}: HTTP {text}", host=self.name)
             if problem or not _may_be(name, file):

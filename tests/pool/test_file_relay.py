@@ -20,7 +20,7 @@ MIB = 1 << 20
 def pool(lab: Lab, hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
     if lab.kind != "namespace":
         pytest.skip(lab.limits[0])
-    with sky.Compute(hosts_of("openssh", 4), ui="none") as compute:
+    with sky.Compute(hosts_of("openssh", 4), ui="none", workdir="temp") as compute:
         yield compute
 
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import os
 
-from skyfab.host.agent.store import mark_used
+from skyfab.host.agent.store import is_intact, mark_used
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of a worker
 if TYPE_CHECKING:
@@ -55,6 +55,9 @@ class HubCache:
         if not name or not _has(self._stored(name), size):
             return ""
         with contextlib.suppress(OSError):  # another user's file, if hosts share the cache
+            if not is_intact(self._stored(name), name):
+                os.unlink(self._stored(name))
+                return ""
             mark_used(self._stored(name))
         return name
 

@@ -15,7 +15,7 @@ import threading
 from typing import TYPE_CHECKING, Final
 
 from skyfab.context import own_stores
-from skyfab.host.agent.store import map_file, mark_used, seal
+from skyfab.host.agent.store import is_intact, map_file, mark_used, seal
 from skyfab.host.channel import Channel, ChannelBroken, NotSent
 from skyfab.protocol.blobs import check_name, name_of
 
@@ -309,7 +309,7 @@ def _found(name: str, size: int) -> memoryview | None:
     """An item that the store has, marked as used now."""
     for store in own_stores():
         with contextlib.suppress(OSError), open(os.path.join(store, name), "rb") as file:
-            if os.fstat(file.fileno()).st_size == size:
+            if os.fstat(file.fileno()).st_size == size and is_intact(file.name, name):
                 mark_used(file.name)
                 return map_file(file.fileno(), size)
     return None

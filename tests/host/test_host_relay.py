@@ -16,6 +16,7 @@ from stage.spot import until
 import skyfab as sky
 from skyfab._util.certificate import new_certificate
 from skyfab.host import relay
+from skyfab.host.agent.store import seal
 from skyfab.host.channel import Channel
 from skyfab.host.relay import BROKEN, DAMAGED, HASH, StoreRelay, chunks_of, hash_of
 from skyfab.pool.chain import ChainHost
@@ -183,6 +184,19 @@ def test_a_blob_of_another_size_is_replaced(make: Make, data: bytes, tmp_path: P
     fill(one, data)
     one.commit(False)
     assert (tmp_path / "a/run" / name).read_bytes() == data
+
+
+def test_a_blob_that_a_power_cut_has_damaged_is_replaced(
+    make: Make, data: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = hashlib.sha256(data).hexdigest()
+    path = tmp_path / "a/cache" / name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(len(data)))
+    seal(str(path), name)
+    assert not make("a", keep=True).drafts
+    monkeypatch.setattr("skyfab.host.agent.store._started", lambda: 2e9 * 2)
+    assert [*make("a", keep=True).drafts] == [0]
 
 
 @pytest.mark.parametrize("reply", [None, [5, ""], [-1, "", 0], [9, "", 0], [2, "other", 0], ["2", "", 0]])

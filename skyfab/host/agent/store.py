@@ -87,7 +87,7 @@ def _is_sealed(found: os.stat_result, name: str) -> bool:
     return found.st_mtime_ns % _SECOND // 1000 == _seal_of(name) // 1000
 
 
-def _is_intact(path: str, name: str) -> bool:
+def is_intact(path: str, name: str) -> bool:
     """Whether a file has the content of that name. Raises OSError if it cannot be read."""
     with _opened(path) as (fd, found):
         if _is_sealed(found, name) and found.st_mtime >= _started():
@@ -166,7 +166,7 @@ class Store:
         for folder in self.folders:
             path = os.path.join(folder, name)
             with contextlib.suppress(OSError):
-                if _is_intact(path, name):
+                if is_intact(path, name):
                     mark_used(path)
                     return path
                 os.unlink(path)

@@ -15,6 +15,7 @@ import urllib.error
 import urllib.request
 from urllib.parse import urlsplit
 
+from skyfab.host.agent.store import seal
 from skyfab.host.hub import ContentHash, HubCache
 
 TYPE_CHECKING = False
@@ -93,6 +94,8 @@ class Downloads(HubCache):
             self._result = ("", ended.problem, str(ended))
         except OSError as error:
             self._error = error
+        except Exception as error:  # of urllib, for a reply that it cannot parse
+            self._result = ("", UNREACHED, _why(error))
 
     def _download(self, url: str, tag: str, size: int, token: str) -> str:
         with self._draft(tag) as file:
@@ -103,6 +106,7 @@ class Downloads(HubCache):
                 found = self._receive(file, url, size, token)
                 if name := found.name(tag):
                     file.flush()
+                    seal(file.name, name)
                     os.replace(file.name, os.path.join(self.store, name))
                     return name
                 file.truncate(0)

@@ -64,6 +64,21 @@ def test_what_has_come_has_the_name_of_its_content(downloads: Downloads, hub: Hu
     assert len(hub.asked) == asked, "the store has it"
 
 
+def test_content_that_a_power_cut_has_damaged_is_not_found(
+    downloads: Downloads, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The size and the time of a file may be on the disk, and its content not."""
+    download(downloads, hub, "large.bin", LARGE)
+    path = Path(downloads.store, SHA)
+    time = path.stat().st_mtime_ns
+    path.write_bytes(bytes(len(LARGE)))
+    os.utime(path, ns=(time, time))
+    assert downloads.find("models--org--model", [(SHA, len(LARGE))])[0] == [SHA]
+    monkeypatch.setattr("skyfab.host.agent.store._started", lambda: 2e9 * 2)
+    assert downloads.find("models--org--model", [(SHA, len(LARGE))])[0] == [""]
+    assert not path.exists()
+
+
 def test_a_cut_connection_is_resumed_where_it_was(downloads: Downloads, hub: Hub) -> None:
     hub.cuts["large.bin"] = [100_000, 50_000]
     assert download(downloads, hub, "large.bin", LARGE) == (SHA, "")
@@ -114,6 +129,12 @@ def test_a_busy_server_is_asked_again_and_another_error_is_told(downloads: Downl
     assert time.monotonic() - began > 2
     hub.statuses["small.json"] = [404]
     assert download(downloads, hub, "small.json", SMALL) == ("", REFUSED)
+
+
+def test_a_redirect_that_is_no_url_ends_the_download(downloads: Downloads, hub: Hub) -> None:
+    hub.statuses["large.bin"] = [302]
+    hub.headers["Location"] = "http://[::1/x"
+    assert download(downloads, hub, "large.bin", LARGE) == ("", UNREACHED)
 
 
 def test_a_server_that_sends_too_little_or_ends(downloads: Downloads, hub: Hub) -> None:

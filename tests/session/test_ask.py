@@ -89,17 +89,18 @@ def test_a_connection_that_ended_while_nothing_was_asked_is_renewed(here: sky.Ho
 
 
 def test_an_answer_comes_in_parts_and_ends_with_the_asker(here: sky.Host, tmp_path: Path) -> None:
-    """What a question has started does not outlive the client."""
+    """What a question has started does not outlive the client, nor does its temporary folder."""
 
     def parse(host: sky.Host, replies: Iterator[Reply]) -> int:
-        pid = int(next(replies).data)
-        os.kill(pid, 0)
-        raise KeyboardInterrupt(pid)
+        pid, folder = next(replies).data.decode().split()
+        os.kill(int(pid), 0)
+        assert Path(folder).is_dir()
+        raise KeyboardInterrupt(pid, folder)
 
     with pytest.raises(KeyboardInterrupt) as stopped, Asker([here], NOTHING) as asker:
-        asker.ask_one(command("echo $$; exec sleep 100", parse), here)
-    (pid,) = stopped.value.args
-    until(lambda: not Path(f"/proc/{pid}/fd").exists())
+        asker.ask_one(command("echo $$ $PWD; exec sleep 100", parse), here)
+    pid, folder = stopped.value.args
+    until(lambda: not Path(f"/proc/{pid}/fd").exists() and not Path(folder).exists())
 
 
 def test_a_command_gives_its_output_and_its_exit_code(here: sky.Host) -> None:

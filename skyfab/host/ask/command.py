@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import selectors
 import shlex
+import shutil
 import signal
 import subprocess
 import tempfile
@@ -34,7 +36,8 @@ def command(cache: str, *, line: str, workdir: str, variables: dict[str, str]) -
     `workdir` is as in host/agent/workdir.py. The command ends with the client; what it leaves in the background stays.
     """
     folder = place(workdir, cache)
-    with tempfile.TemporaryDirectory(prefix="skyfab-") as temporary:
+    with contextlib.ExitStack() as stack:
+        temporary = "" if folder else stack.enter_context(tempfile.TemporaryDirectory(prefix="skyfab-"))
         enter(folder or temporary, cache, "")
         process = subprocess.Popen(
             ["/bin/sh", "-c", line],
@@ -45,7 +48,7 @@ def command(cache: str, *, line: str, workdir: str, variables: dict[str, str]) -
             umask=int(os.environ.get("SKYFAB_UMASK", "022"), 8),
             start_new_session=True,
         )
-        AT_END.append(lambda: _end(process))
+        AT_END.append(lambda: _end(process, temporary))
         yield from _output(process)
         os.chdir("/")
     yield process.returncode
@@ -70,14 +73,15 @@ def _output(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, bytes]]:
     process.wait()
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    if process.poll() is not None:
-        return
-    os.killpg(process.pid, signal.SIGTERM)
-    try:
-        process.wait(_GRACE)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
+def _end(process: subprocess.Popen[bytes], temporary: str) -> None:
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        try:
+            process.wait(_GRACE)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+    if temporary:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def variables(cache: str, *, values: dict[str, str]) -> str:
@@ -87,8 +91,9 @@ def variables(cache: str, *, values: dict[str, str]) -> str:
     """
     for name in os.listdir(cache):
         path = os.path.join(cache, name)
-        if name.startswith("ssh-") and time.time() - os.stat(path).st_mtime > _OLD:
-            os.unlink(path)
+        with contextlib.suppress(FileNotFoundError):  # another login has deleted it
+            if name.startswith("ssh-") and time.time() - os.stat(path).st_mtime > _OLD:
+                os.unlink(path)
     name = f"ssh-{secrets.token_hex(8)}"
     lines = "".join(f"export {key}={shlex.quote(value)}\n" for key, value in values.items())
     with open(os.path.join(cache, name), "xb") as file:  # for this user alone, by the umask

@@ -45,9 +45,13 @@ class _Group:
 def read(path: str | os.PathLike[str]) -> Contents:
     """The hosts of an inventory: a file or a folder. Raises one `InventoryError` with all mistakes."""
     source = os.fspath(path)
-    document = _listed(source)
-    variables = schema.parse(dict[str, dict[str, Any]], document.pop("_meta", {}).get("hostvars", {}))
-    groups = schema.parse(dict[str, _Group], document)
+    try:
+        document = _listed(source)
+        variables = schema.parse(dict[str, dict[str, Any]], document.pop("_meta", {}).get("hostvars", {}))
+        groups = schema.parse(dict[str, _Group], document)
+    except (AttributeError, json.JSONDecodeError, schema.Invalid) as error:
+        problem = f"{source}: ansible-inventory printed something else than an inventory: {error}"
+        raise InventoryError(problem, hint=_by_hand(source)) from error
     listing = Listing(source)
     for name in _hosts("all", groups):
         _add(listing, name, variables.get(name, {}))
@@ -70,8 +74,12 @@ def _listed(source: str) -> dict[str, Any]:
         return schema.parse(dict[str, Any], json.loads(done.stdout))
     raise InventoryError(
         f"{source}: Ansible cannot read it: {_problem(done.stderr)}",
-        hint=f"ansible-inventory -i {shlex.quote(source)} --list",
+        hint=_by_hand(source),
     )
+
+
+def _by_hand(source: str) -> str:
+    return f"ansible-inventory -i {shlex.quote(source)} --list"
 
 
 def _program(source: str) -> str:

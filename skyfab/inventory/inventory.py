@@ -75,7 +75,10 @@ class Inventory(ShownAsTable):
     @property
     def is_found(self) -> bool:
         """Whether `find` returns this inventory, so that commands need not name it."""
-        return self.source is not None and Path.cwd() / self.source == Path.cwd() / (_found_source() or "")
+        try:
+            return self.source is not None and Path.cwd() / self.source == Path.cwd() / (_found_source() or "")
+        except FileNotFoundError:  # the current folder has been removed
+            return False
 
     @classmethod
     def parse(cls, text: str, source: str | os.PathLike[str] = "<text>") -> Inventory:

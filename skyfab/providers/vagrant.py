@@ -154,6 +154,9 @@ def _host(name: str, settings: ssh_config.Settings) -> Host:
             f"the box {name} is reached through a ProxyCommand",
             hint="put the output of vagrant ssh-config into ~/.ssh/config, and name the box: sky.Compute(…)",
         )
+    if missing := {"identityfile", "hostname", "port", "user"} - settings.keys():
+        lacks = ", ".join(sorted(missing))
+        raise UsageError(f"ssh -G does not print {lacks} of the box {name}", hint="is ssh installed?")
     keys = settings["identityfile"]
     return Host(
         name=name,

@@ -219,3 +219,12 @@ def test_without_ansible_the_error_says_how_to_install_it(tmp_path: Path, monkey
     with pytest.raises(InventoryError, match="Ansible is not installed") as caught:
         read("a", tmp_path)
     assert caught.value.hint == "uv tool install ansible-core"
+
+
+@pytest.mark.parametrize("printed", ["", "[]", "{", '{"_meta": 1}', '{"all": {"hosts": {"a": 1}}}'])
+def test_what_is_not_an_inventory_is_an_error(printed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "ansible-inventory"
+    program.write_text(f"#!/bin/sh\necho '{printed}'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    assert "printed something else than an inventory" in mistake(INI, tmp_path)

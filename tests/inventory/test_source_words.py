@@ -88,6 +88,11 @@ def test_the_variable_may_name_a_source(tmp_path: Path, monkeypatch: pytest.Monk
     assert list(inventory.hosts) == ["s1", "s2"]
     assert inventory.is_found
     assert not Inventory.parse("[hosts.a]", "inventory.toml").is_found
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert not inventory.is_found, "commands name it"
 
 
 @pytest.mark.parametrize("name", ["x.toml", "x", "x.yml", "x.ini"])

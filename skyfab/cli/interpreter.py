@@ -15,6 +15,8 @@ from skyfab.errors import UsageError
 _LOG: Final = logging.getLogger("skyfab")
 _PROBE: Final = "import importlib.util as u, sys; print(*sys.version_info[:2], int(u.find_spec('skyfab') is not None))"
 _TIMEOUT: Final = 30
+_HANDED_OVER: Final = "SKYFAB_HANDED_OVER"
+"""The environment variable that says that a command has continued with the Python of its project."""
 
 
 def hand_over(script: Path) -> None:
@@ -24,6 +26,8 @@ def hand_over(script: Path) -> None:
     version, and no skyfab: what runs on hosts must have the version of this program.
     """
     environment = _environment(script)
+    if os.environ.pop(_HANDED_OVER, None):  # the project's Python may start that of another environment
+        return
     if environment is None or _is(environment, sys.prefix) or _is(Path(os.environ.get("VIRTUAL_ENV", "")), sys.prefix):
         return
     if Path(sys.argv[0]).name not in ("skyfab", "__main__.py"):  # another program, such as invoke
@@ -38,6 +42,7 @@ def hand_over(script: Path) -> None:
     if has_skyfab:
         _LOG.debug("running with the project's Python: %s", python)
         sys.stderr.flush()
+        os.environ[_HANDED_OVER] = "1"
         os.execv(python, [str(python), "-m", "skyfab", *sys.argv[1:]])
     if (major, minor) != sys.version_info[:2]:
         ours = ".".join(map(str, sys.version_info[:2]))

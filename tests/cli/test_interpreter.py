@@ -55,6 +55,14 @@ def test_an_environment_without_skyfab_is_left_alone(project: Path) -> None:
     assert run(project, "run", "--ranks=1").stdout == f"local[0] {sys.prefix}\n"
 
 
+def test_a_project_whose_python_starts_that_of_another_environment(project: Path) -> None:
+    python = project / ".venv" / "bin" / "python"
+    python.unlink()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    assert run(project, "run", "--ranks=1").stdout == f"local[0] {sys.prefix}\n"
+
+
 def test_one_without_skyfab_and_with_another_python_is_an_error(project: Path) -> None:
     python = project / ".venv" / "bin" / "python"
     python.unlink()

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -136,6 +137,29 @@ def test_the_example_in_the_docs_runs_and_prints_what_it_says(tmp_path: Path) ->
         [sys.executable, "seeded.py"], cwd=tmp_path, capture_output=True, text=True, timeout=170, check=True
     )
     assert shown.stdout == "True\n"
+
+
+class Slow(sky.plugins.Plugin):
+    @contextmanager
+    def around_process(self, info: sky.InstanceInfo) -> Iterator[None]:
+        time.sleep(0.3)
+        SAID.append("slow")
+        yield
+
+
+class Counter:
+    def entered(self) -> int:
+        return SAID.count("slow")
+
+    def end(self) -> None:
+        os._exit(1)
+
+
+def test_hooks_of_an_actor_with_threads_run_once(open_pool: Callable[..., sky.Compute]) -> None:
+    actor = open_pool(plugins=[Slow()]).actor(Counter, concurrency=4, restarts=1)
+    with pytest.raises(sky.ActorLost):
+        actor.end()
+    assert [future.result() for future in [actor.entered.submit() for _ in range(4)]] == [1] * 4
 
 
 def test_a_process_whose_hooks_failed_is_not_used_again(tmp_path: Path) -> None:

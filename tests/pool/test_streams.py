@@ -6,6 +6,7 @@ import asyncio
 import gc
 import os
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -728,3 +729,20 @@ def test_a_handler_that_raises_while_a_generator_is_started_ends_it(compute: sky
         signal.signal(signal.SIGUSR1, before)
     until(lambda: all(not slot.tasks for slot in scheduler._own_slots))
     assert raised.value
+
+
+@sky.function(ahead=6000)
+def import_between(folder: str, packages: int) -> Iterator[bytes]:
+    sys.path.append(folder)
+    for number in range(packages):
+        for _ in range(40):
+            yield bytes(30_000)
+        __import__(f"package{number}")
+
+
+def test_a_generator_can_import_while_its_values_are_sent(compute: sky.Compute, tmp_path: Path) -> None:
+    """The import is reported by its own thread, the values are sent by another one."""
+    for number in range(100):
+        (tmp_path / f"package{number}").mkdir()
+        (tmp_path / f"package{number}/__init__.py").touch()
+    assert sum(1 for _ in import_between(str(tmp_path), 100) >> compute) == 4000

@@ -102,6 +102,15 @@ class Exchanges:
     def done(self, stream: int) -> None:
         self._worker.send(stream, _DONE)
 
+    def send(self, stream: int, message: bytes) -> None:
+        """Sends a message while a function runs, which is not interrupted meanwhile."""
+        self.inside.append(stream)
+        try:
+            self._worker.send(stream, message)
+        finally:
+            self.inside.remove(stream)
+        self.check()
+
     def yielded(self, stream: int, values: list[codec.Payload]) -> None:
         """Replies with values; without any, the client must ask again."""
         parts = joined(values)
@@ -238,7 +247,7 @@ class Conversation:
 
     def forget(self, number: int) -> None:
         """An argument is no longer needed."""
-        del self._arguments[number]
+        self._arguments.pop(number, None)
 
     def wait(self, ready: Callable[[], object]) -> None:
         """Waits for something that the client sends. Raises GeneratorExit if it closes the generator instead."""
@@ -290,12 +299,7 @@ class Conversation:
 
     def was_read(self, stream: int) -> None:
         """The values of an exchange were read: the client may send more."""
-        self._exchanges.inside.append(stream)
-        try:
-            self._exchanges.done(stream)
-        finally:
-            self._exchanges.inside.remove(stream)
-        self._exchanges.check()
+        self._exchanges.send(stream, _DONE)
 
     @property
     def _is_asked_by_call(self) -> bool:

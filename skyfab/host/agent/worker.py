@@ -9,7 +9,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import faulthandler
 import functools
 import io
 import os
@@ -26,6 +25,7 @@ from skyfab.host.agent.functions import GENERATORS, load_function
 from skyfab.host.agent.imports import ImportFinder
 from skyfab.host.agent.outcomes import cut, describe, exited, said, trace
 from skyfab.host.agent.store import Blobs, NotStored
+from skyfab.host.agent.worker_setup import set_up
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import Assembly, names_blobs, split
 from skyfab.protocol.frames import BYE, CHUNK, DATA, HEAD, Reader, data_header, frame, head_frame
@@ -44,7 +44,7 @@ _COROUTINE = types.CoroutineType
 
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
     """Serves calls until the agent closes the pipe."""
-    _settle(request)
+    set_up(request)
     rank = Worker(source, sink, request["stores"], plain=request["plain"])
     cuda.limit_memory(request["env"].get(context.GPU_SHARE))
     if context.JOINED in request["env"]:
@@ -64,38 +64,6 @@ def main(source: int, sink: int, request: dict[str, Any]) -> None:
         rank.serve()
     finally:
         rank.close()
-
-
-def _settle(request: dict[str, Any]) -> None:
-    """Sets this process up as if it had been started only for the user's code."""
-    os.umask(int(os.environ.pop("SKYFAB_UMASK", "022"), 8))
-    os.environ.update(request["env"])
-    os.environ["SKYFAB_RANK"] = str(request["id"])  # inherited: tells the zygote which worker started a process
-    sys.path[:0] = request["path"]
-    sys.argv = [""]
-    sys.modules["__main__"] = types.ModuleType("__main__")
-    sys.stdout = sys.__stdout__ = _text(1)  # type: ignore[misc]
-    sys.stderr = sys.__stderr__ = _text(2)  # type: ignore[misc]
-    sys.breakpointhook = _no_keyboard
-    faulthandler.enable(sys.stderr)
-    info = request["info"]
-    context.hold_folder(os.getcwd(), request["stores"])
-    context.hold_run(request["run"])
-    context.offer_stacks(request["worker"], info.get("rank", 0))
-    context.hold_listener(request["listener"])
-    context.enter(context.InstanceInfo(**{**info, "peers": tuple(info["peers"])}))
-
-
-def _text(fd: int) -> Any:
-    """A line-buffered text stream."""
-    return open(fd, "w", buffering=1, encoding="utf-8", errors="backslashreplace", closefd=False)
-
-
-def _no_keyboard(*args: Any, **kwargs: Any) -> Any:
-    """Replaces `breakpoint()` in a worker, unless PYTHONBREAKPOINT names something other than pdb."""
-    if os.environ.get("PYTHONBREAKPOINT", "") not in ("", "pdb.set_trace"):
-        return sys.__breakpointhook__(*args, **kwargs)  # noqa: T100
-    raise RuntimeError("breakpoint() in a rank: debuggers do not work, because this process has no keyboard input")
 
 
 def _at_once(function: Callable[..., Any], *arguments: Any) -> None:
@@ -131,6 +99,8 @@ class Worker(context.Client):
         self._sending = allocate_lock()
         """Held while a reply is sent: threads of an exchange reply too."""
         self._functions: dict[str, Any] = {}
+        self._loading = allocate_lock()
+        """Held while a function is loaded: several threads may need it at once."""
         self._hooks = contextlib.ExitStack()
         """Cleanup of the plugins, for a regular exit of this process."""
         self._entered = self._spoiled = False
@@ -340,6 +310,12 @@ class Worker(context.Client):
         self.answer(stream, messages.Ended(why=why, text=cut(text), traceback=cut(trace(error))).encode())
 
     def _function(self, digest: str) -> Any:
+        if not isinstance(self._functions[digest], (Assembly, list)):
+            return self._functions[digest]
+        with self._loading:
+            return self._load(digest)
+
+    def _load(self, digest: str) -> Any:
         found = self._functions[digest]
         if isinstance(found, Assembly):
             try:
@@ -378,7 +354,8 @@ class Worker(context.Client):
     def _spoil(self) -> None:
         """Makes this process exit after its next reply, and announces that to the agent with BYE."""
         self._spoiled = True
-        self._send(frame(BYE))
+        with self._sending:
+            self._send(frame(BYE))
 
     def _examine(self, error: BaseException) -> None:
         """If an error has left CUDA unusable, makes later calls run in a new process."""
@@ -412,8 +389,9 @@ class Worker(context.Client):
 
     def importing(self, name: str, module: str) -> None:
         """Reports to the agent which package is imported; an empty string for none. Children of this process do not."""
-        if os.getpid() == self._pid:
-            self._send(head_frame(0, messages.Importing(worker=name, module=module).encode()))
+        if os.getpid() == self._pid and not self._sending.locked():  # else another thread sends, and may take long
+            send = self.send if self._exchanges is None else self._exchanges.send
+            send(0, messages.Importing(worker=name, module=module).encode())
 
     def _end_child(self, code: int) -> None:
         """Exits if this is a child that the function forked and that returned from the function too."""

@@ -172,3 +172,17 @@ def test_a_stream_of_results_that_is_dropped_before_its_first_one_stops_its_call
     del stream
     gc.collect()
     assert (sky.function(late)("next", 0) > pool).result(25) == "next"
+
+
+def test_a_function_that_redirects_its_output_returns(open_pool: OpenPool) -> None:
+    """Nothing writes to the pipe of its stdout any more, while lines of its stderr wait to be sent."""
+
+    def redirect() -> int:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        for _ in range(300):
+            os.write(2, b"x" * 99 + b"\n")
+            os.write(2, (b"y" * 99 + b"\n") * 1000)
+        return 1
+
+    pool = open_pool("local")
+    assert [sky.function(redirect)() >> pool for _ in range(2)] == [1, 1]

@@ -7,7 +7,10 @@ the file later.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
+import sys
+import termios
 
 from skyfab.protocol.messages import Log
 from skyfab.protocol.pipes import ROOM, widen
@@ -129,6 +132,12 @@ class LogPipe:
     def stopped(self) -> bool:
         """Whether reading is suspended until the client has caught up."""
         return bool(self._unkept) or self.end - self._sent > _MOST
+
+    @property
+    def written(self) -> int:
+        """Bytes that processes have written so far: those in `end`, and those that wait to be read or kept."""
+        unread = b"" if self.hung_up else fcntl.ioctl(self.source, termios.FIONREAD, bytes(4))
+        return self.end + len(self._unkept) + int.from_bytes(unread, sys.byteorder)
 
     def is_sent(self, mark: int) -> bool:
         """Whether everything up to `mark` has been given to the connection."""

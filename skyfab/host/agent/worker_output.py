@@ -82,7 +82,7 @@ class WorkerOutput:
         for log in worker.logs:
             self._poll.register(log.source, select.POLLIN)
         self._reader = Reader(self)
-        self._stalled: deque[tuple[tuple[int, ...] | None, int, int, bytes, int]] = deque()
+        self._stalled: deque[tuple[tuple[int, ...], int, int, bytes, int]] = deque()
         """Frames of replies that wait, each with the log positions that must be forwarded before it."""
         self._answer: tuple[int, int] | None = None
         """The large reply in progress: its stream, and how many bytes are missing."""
@@ -110,7 +110,7 @@ class WorkerOutput:
             self._stalled
             or worker.stopping
             or ((not worker.calls or worker.calls[0].stream != stream) and stream not in worker.exchanges)
-            or self._poll.poll(0)
+            or self._is_written()
         ):
             return False
         frame = HEADER.pack(HEAD, head, stream, len(payload)) + payload
@@ -122,7 +122,7 @@ class WorkerOutput:
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         if kind == HEAD and head and self._relay_reply(stream, payload, head):
             return
-        marks: tuple[int, ...] | None = ()
+        marks: tuple[int, ...] = ()
         if kind == BYE:  # the worker exits after its next reply
             self._worker.stopping = True
             return
@@ -130,12 +130,12 @@ class WorkerOutput:
             self._owner.mux.send(0, messages.expect(messages.Importing, bytes(payload)).encode())
             return
         if kind == HEAD:
-            if self._poll.poll(0):
+            if self._is_written():
                 for log in self._logs:
                     self._owner.drain(log)
             if any(log.waiting for log in self._logs):
-                marks = self._marks()
-        if not self._stalled and marks is not None and self._are_sent(marks):
+                marks = tuple(log.written for log in self._logs)
+        if not self._stalled and self._are_sent(marks):
             self._pass_on(kind, stream, payload, head)
         else:
             if kind == HEAD:  # an invalid message is refused now: later its ProtocolError would end the agent
@@ -143,11 +143,9 @@ class WorkerOutput:
             self._stalled.append((marks, kind, stream, bytes(payload), head))
             self._pause()
 
-    def _marks(self) -> tuple[int, ...] | None:
-        """The current position of each log; None while some output waits because its log is stopped."""
-        if any(log.stopped for log in self._logs) or self._poll.poll(0):
-            return None
-        return tuple(log.end for log in self._logs)
+    def _is_written(self) -> bool:
+        """Whether the pipes of the logs have more. One that the function has closed is ready for ever."""
+        return any(events & select.POLLIN for _, events in self._poll.poll(0))
 
     def _are_sent(self, marks: tuple[int, ...]) -> bool:
         """Whether the logs are forwarded up to these positions, so that the reply may follow; flushes if not."""
@@ -200,23 +198,13 @@ class WorkerOutput:
         Returns whether it forwarded anything or resumed reading.
         """
         before = len(self._stalled)
-        while self._stalled and self._is_next():
+        while self._stalled and self._are_sent(self._stalled[0][0]):
             self._pass_on(*self._stalled.popleft()[1:])
         if self._stalled or (self._answer is not None and self._owner.mux.queued(self._answer[0]) >= _BACKLOG // 2):
             return len(self._stalled) < before
         self._owner.stuck.discard(self._worker)
         self._owner.poller.add(self._worker.source, READ, self.read)
         return True
-
-    def _is_next(self) -> bool:
-        """Whether the first waiting frame may be forwarded."""
-        marks, *frame = self._stalled[0]
-        if marks is None:
-            marks = self._marks()
-            if marks is None:
-                return False
-            self._stalled[0] = (marks, *frame)  # type: ignore[assignment]
-        return self._are_sent(marks)
 
     def finish(self) -> int | None:
         """The process has exited: forwards all it sent. Returns the stream of an incomplete reply, or None."""

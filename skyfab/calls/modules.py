@@ -28,7 +28,7 @@ _DATA: Final = 1024 * 1024
 """Data files in packages are sent up to this size in bytes; larger ones only with `includes`."""
 _LIST: Final = r"\([^)]*\)|(?:\\\n|[^\n;])*"
 _IMPORT: Final = re.compile(rf"from\b[ \t]*(\.*)([\w.]*)[ \t]*\bimport\b[ \t]*({_LIST})|import[ \t]+({_LIST})")
-_NAME: Final = re.compile(r"(?:^|[,(])(?:\s|\\\n|#.*)*([^\W\d][\w.]*)")
+_NAME: Final = re.compile(r"(?:^|[,(])(?:\s|\\\n|#.*\n)*([^\W\d][\w.]*)")
 _TEXT: Final = re.compile(r"""["']([^\W\d]\w*(?:\.\w+)*)["']""")
 _INIT: Final = "__init__.py"
 

@@ -20,7 +20,7 @@ from stage.threads import begin
 import skyfab as sky
 from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls import project
-from skyfab.calls.modules import Modules
+from skyfab.calls.modules import Modules, names_in
 
 
 @pytest.fixture
@@ -29,6 +29,13 @@ def folder(tmp_path: Path) -> Path:
     made.mkdir()
     (made / "one.py").write_text("value = 1\n")
     return made
+
+
+def test_names_in_imports_are_found_between_comments() -> None:
+    line = "#" * 70
+    text = f"from foo import (\n    a,  # one # two\n    {line}\n    b as c,\n)\n"
+    assert names_in(text, ()) == {"foo", "foo.a", "foo.b"}
+    assert names_in(f"from foo import (\n    a,\n    {line}\n)\n", ()) == {"foo", "foo.a"}
 
 
 def test_calls_from_several_threads_see_no_error_while_folders_come_and_go(folder: Path) -> None:

@@ -302,6 +302,10 @@ def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, 
     verbose = ("# ", "import ")  # lines of PYTHONVERBOSE
     lines = [line.strip() for line in errors.splitlines() if line.strip() and not line.startswith(verbose)]
     last = lines[-1] if lines else ""
+    if code < 0:
+        return Unreachable(f"ssh was killed on this machine by signal {-code}", host=host.name)
+    if code != 255:  # that of a program on the host, whatever it has printed
+        return ended(host, code, last)
     # What an inner ssh has reported is followed by an outer one that found no server.
     is_inner = "exchange_identification" in errors or "UNKNOWN port" in errors
     if "REMOTE HOST IDENTIFICATION HAS CHANGED" in errors or "REVOKED HOST KEY" in errors:
@@ -312,24 +316,20 @@ def explain(hops: Sequence[Host], code: int, errors: str, inventory: Inventory, 
         named = re.search(r"host key is known for (\S+) and", errors)
         return refusals.unknown_key(host, _at(jumps, host, None, named and named[1]) if is_inner else host)
     unresolved = re.search(r"Could not resolve hostname ([^\s:]+)", errors)
-    if code == 255 and unresolved and is_inner:
+    if unresolved and is_inner:
         return refusals.unknown_jump(_named(unresolved[1], jumps), host, inventory)
-    if code == 255 and ("Permission denied" in errors or "Too many authentication failures" in errors):
-        denied = re.search(r"(\S+)@(\S+): Permission denied \((.*?)\)", errors)
+    if "Permission denied" in errors or "Too many authentication failures" in errors:
+        denied = re.search(r"^(\S{1,256})@(\S{1,256}): Permission denied \((.*?)\)", errors, re.MULTILINE)
         user, name, methods = denied.groups() if denied else (None, None, "")
         at = _at(jumps, host, user, name) if is_inner else host
         return refusals.refused(hops, at, [method for method in methods.split(",") if method], typed=typed)
-    if code == 255 and is_inner and (reason := _before_login(errors)):
+    if is_inner and (reason := _before_login(errors)):
         return refusals.no_answer(reason, hops, inventory, is_nameless=False)
     busy = re.search(r"exchange_identification: (.*)", errors)  # with a jump host, that of an inner ssh
-    if code == 255 and busy:
+    if busy:
         return refusals.busy(busy[1].strip(), hops)
-    if code == 255:
-        said = re.sub(r"^ssh: ", "", last) or f"{host.destination} does not respond"
-        return refusals.no_answer(said, hops, inventory, is_nameless=unresolved is not None)
-    if code < 0:
-        return Unreachable(f"ssh was killed on this machine by signal {-code}", host=host.name)
-    return ended(host, code, last)
+    said = re.sub(r"^ssh: ", "", last) or f"{host.destination} does not respond"
+    return refusals.no_answer(said, hops, inventory, is_nameless=unresolved is not None)
 
 
 def _before_login(errors: str) -> str:

@@ -378,8 +378,16 @@ def test_what_a_command_on_the_host_says_is_not_taken_for_a_refused_key() -> Non
     )
     error = explain([host], 1, said, sky.Inventory(hosts={"a": host}))
     assert isinstance(error, sky.HostLost) and "NameError: x" in str(error)
+    git = "Host key verification failed.\nfatal: Could not read from remote repository.\n"
+    assert isinstance(explain([host], 1, git, sky.Inventory(hosts={"a": host})), sky.HostLost)
     refused = explain([host], 255, "ada@a: Permission denied (publickey).", sky.Inventory(hosts={"a": host}))
     assert isinstance(refused, sky.AuthenticationRefused)
+
+
+def test_no_text_of_a_host_takes_long_to_examine() -> None:
+    """It may write anything before the login fails, of which 64 KiB are kept: hours with a careless pattern."""
+    host, text = sky.Host(name="a"), f"{'@' * 65536}\nPermission denied"
+    assert isinstance(explain([host], 255, text, sky.Inventory(hosts={"a": host})), sky.AuthenticationRefused)
 
 
 def test_jump_hosts_that_need_each_other_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

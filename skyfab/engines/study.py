@@ -45,6 +45,7 @@ def run_trials(
     fn, left = as_function(objective), iter(range(n_trials))
     slots = pool.executor(fn.gpus if gpus is None else gpus).slots
     running: dict[optuna.Trial, Future[Any]] = {}
+    study._stop_flag, study._thread_local.in_optimize_loop = False, True  # as `optimize` does, for `study.stop()`
     try:
         while True:
             for _ in itertools.islice(left, slots - len(running)):
@@ -69,7 +70,10 @@ def run_trials(
                     raise error
                 for callback in callbacks:
                     callback(study, ended)
+                if study._stop_flag:
+                    left = iter(())
     finally:
+        study._thread_local.in_optimize_loop = False
         for trial, future in running.items():
             future.cancel()
             study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)

@@ -59,6 +59,15 @@ def test_trials_run_on_all_gpus(pool: sky.Compute, study: Any) -> None:
     assert study.best_value < 10
 
 
+def test_a_callback_stops_the_study(pool: sky.Compute, study: Any) -> None:
+    stop = optuna.study.MaxTrialsCallback(3)
+    pool.study(study, parabola, n_trials=50, gpus=1, callbacks=[stop])
+    assert 3 <= len(states(study)) < 10 and set(states(study)) == {"COMPLETE"}
+    pool.study(study, parabola, n_trials=2, gpus=1)
+    with pytest.raises(RuntimeError):
+        study.stop()
+
+
 def falling(trial: Any) -> float:
     import optuna
 

@@ -264,6 +264,7 @@ def _share(length: int, info: InstanceInfo, *, shuffle: bool, seed: int, drop_la
 
 
 def _take(column: Any, indices: range | list[int]) -> Any:
+    column = getattr(column, "iloc", column)  # pandas: rows by their position, not by their label
     if isinstance(indices, range) and hasattr(column, "__getitem__") and not isinstance(column, dict):
         return column[indices.start : indices.stop : indices.step]
     if isinstance(column, (str, bytes)):

@@ -74,6 +74,18 @@ def test_inside_a_call_it_is_every_nth_element() -> None:
     assert shard(list(range(10))) == [1, 4, 7]
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_rows_of_pandas_are_taken_by_position(shuffle: bool) -> None:
+    pandas = pytest.importorskip("pandas")
+    table = pandas.DataFrame({"a": range(6)}, index=[5.0, 4.0, 3.0, 2.0, 1.0, 0.0])
+    become(1, 2)
+    expected = shard(list(range(6)), shuffle=shuffle)
+    assert [list(one) for one in (shard(table, shuffle=shuffle)["a"], shard(table["a"], shuffle=shuffle))] == [
+        expected,
+        expected,
+    ]
+
+
 def test_with_drop_last_it_is_a_block_of_equal_length() -> None:
     for rank, block in enumerate(([0, 1, 2], [3, 4, 5], [6, 7, 8])):
         become(rank, 3)

@@ -6,6 +6,7 @@ import copy
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any
 
 from joblib.parallel import AutoBatchingMixin, FallbackToBackend, ParallelBackendBase, SequentialBackend
@@ -73,7 +74,8 @@ class SkyfabBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[mis
             return value
         seen, ref = self.arrays.get(id(value), (None, None))
         if seen is None or seen() is not value:  # another object had this id
-            self.arrays[id(value)] = weakref.ref(value), None
+            with suppress(TypeError):  # numpy's scalars have no weak references
+                self.arrays[id(value)] = weakref.ref(value), None
             return value
         if ref is None:
             ref = put(value)

@@ -82,7 +82,12 @@ class RayCluster:
         with ExitStack() as stack:
             if not self._plugin().head:
                 stack.enter_context(self)
-            result: R = self._pool.submit(call, on=self._plugin().head).result()
+            future = self._pool.submit(call, on=self._plugin().head)
+            try:
+                result: R = future.result()
+            except BaseException:
+                future.cancel()
+                raise
             return result
 
     def _start(self, running: ExitStack) -> str:

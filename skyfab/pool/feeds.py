@@ -83,7 +83,7 @@ class Feed:
         """The call was sent: repeats what an earlier worker has received."""
         with self._changed:
             self.has_begun = True
-            for given in self._given:
+            for given in [*self._given]:  # a reply may come meanwhile
                 self._send(given)
         self.producer.advance()
 

@@ -155,6 +155,8 @@ def test_a_large_array_is_sent_once_by_its_content(
         200_000.0 * each for each in range(10)
     ]
     assert not made, "an array of one task is not kept on the host"
+    text = numpy.str_("x" * 600_000)
+    assert joblib.Parallel(n_jobs=2)(joblib.delayed(len)(text) for _ in range(2)) == [600_000] * 2
 
 
 def test_results_come_as_a_generator(joblib: Any, three: sky.Compute) -> None:

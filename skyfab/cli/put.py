@@ -48,8 +48,10 @@ def put(
     """
     from skyfab._util.suggest import similar_path
     from skyfab.cli.host_selection import selected
+    from skyfab.detached.written import required_folder
     from skyfab.pool.files import local_path
 
+    required_folder()
     local = local_path(path)
     if not local.exists():
         if local.is_symlink():
@@ -80,7 +82,9 @@ def get(
     """
     from skyfab.cli.host_selection import selected
     from skyfab.detached.run import attached
+    from skyfab.detached.written import required_folder
 
+    required_folder()
     if run:
         with attached(run, hosts, inventory=inventory, results="data") as found:
             with mirrored(found) as is_mirrored:
@@ -236,6 +240,7 @@ def file_pool(inventory: Inventory, hosts: Sequence[Host]) -> Iterator[Compute]:
     from skyfab.calls.image import Image
     from skyfab.files.entries import words
     from skyfab.pool.compute import Compute
+    from skyfab.ui.terminal import unwritten
 
     try:
         with Compute(hosts, inventory=inventory, image=Image(excludes=("*",))) as compute:
@@ -243,14 +248,14 @@ def file_pool(inventory: Inventory, hosts: Sequence[Host]) -> Iterator[Compute]:
                 node.owner = ""  # the project's folder, even while a run uses it
             yield compute
     except OSError as error:
-        if isinstance(error, (SkyfabError, BrokenPipeError)):
+        if isinstance(error, (SkyfabError, BrokenPipeError)) or error in unwritten:
             raise
         raise SkyfabError(words(error)) from error
 
 
 def _tell(reports: Sequence[Report]) -> None:
-    from skyfab.ui.terminal import clean
+    from skyfab.ui.terminal import clean, put
 
     for one in reports:
         if one.entries or not one.folder:  # hosts without a file to fetch are reported already
-            print(clean(str(one)))
+            put(sys.stdout, f"{clean(str(one))}\n")

@@ -182,17 +182,19 @@ def _bring_back(compute: Compute, patterns: Sequence[str], mirrors: Sequence[Mir
 def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None, task: str = "run") -> tuple[Path, str]:
     """The script and the name of the function; for a module and a command, as `Image.program` has them."""
     from skyfab._util.suggest import similar_path
+    from skyfab.detached.written import required_folder
 
+    here = required_folder()
     if target == COMMAND:
         if not arguments:
             raise UsageError("no command to run", hint=f"put it after --: skyfab {task} -- COMMAND")
         modules = [word for before, word in itertools.pairwise(arguments) if before == "-m"]
-        return Path.cwd() / f"-m {' '.join(filter(_is_module, modules))}", ""
+        return here / f"-m {' '.join(filter(_is_module, modules))}", ""
     if target.startswith("-m "):
         if not _is_module(target.removeprefix("-m ")):
             raise UsageError(f"not the name of a module: {target[3:]}", hint="skyfab run -m package.module")
         _check_module(target.removeprefix("-m "))
-        return Path.cwd() / target, ""
+        return here / target, ""
     name, colon, function = target.partition(":")
     script = Path(name).expanduser()
     if not script.is_file():

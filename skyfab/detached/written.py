@@ -129,6 +129,14 @@ def current_folder() -> str:
         return ""
 
 
+def required_folder() -> Path:
+    """The current folder. Raises UsageError if it has been removed: files of runs there would have no place here."""
+    here = current_folder()
+    if not here:
+        raise UsageError("the current folder has been removed", hint="change to a folder that exists, for example: cd")
+    return Path(here)
+
+
 def project(folder: str) -> str:
     """The name, on hosts, of the folder that corresponds to one of this machine and user: readable and unique."""
     try:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 from skyfab._util.sizes import counted
 from skyfab.calls.gitignore import as_git, is_kept
 from skyfab.calls.project import note_laid_out
+from skyfab.detached.written import current_folder, required_folder
 from skyfab.errors import ProtocolError, SkyfabError, UsageError
 from skyfab.files.entries import FOLDER, LINK, Entry, name, walk
 from skyfab.files.source import Source, and_above, expected
@@ -136,7 +137,8 @@ class Files:
 
         Raises UsageError if there is nothing to copy on any host.
         """
-        folder = Path(to).expanduser().absolute()
+        folder = Path(to).expanduser()
+        folder = folder if folder.is_absolute() else required_folder() / folder
         is_new = not folder.is_dir()
         patterns = [os.fsencode(path) for path in paths]
         places: dict[str, str] = {}
@@ -264,8 +266,8 @@ def _typed(folder: Path) -> str:
 
 def _place(path: Path, *, elsewhere: str) -> str:
     """The path in working folders that corresponds to one of this machine: as in the current folder."""
-    path, here = Path(os.path.normpath(path)), Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else elsewhere
+    path, here = Path(os.path.normpath(path)), current_folder()
+    return str(path.relative_to(here)) if here and path.is_relative_to(here) else elsewhere
 
 
 def _renamed(entry: Entry, called: bytes) -> Entry:

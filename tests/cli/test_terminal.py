@@ -308,7 +308,7 @@ def test_output_that_cannot_be_written_is_one_line_and_an_error(folder: Path) ->
         (">&-", "error: standard output is closed\nhint: to discard what is printed, append >/dev/null\n"),
         (">/dev/full", "error: standard output: No space left on device\n"),
     ):
-        for task in ("hosts here", "hosts here --json", "--help", "exec here -- echo hi"):
+        for task in ("hosts here", "hosts here --json", "--help", "exec here -- echo hi", "put inventory.toml"):
             line = f"{program} {task} {redirected}"
             ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, stderr=subprocess.PIPE, text=True)
             assert (ran.returncode, ran.stderr) == (1, says), task
@@ -328,6 +328,29 @@ def test_messages_that_cannot_be_written_change_neither_the_output_nor_the_exit_
             line = f"{shlex.join(PROGRAM)} {task} {end}"
             ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, stdout=subprocess.PIPE, text=True, timeout=170)
             assert (ran.returncode, ran.stdout[:1]) == (code, "[" if "json" in task else ""), line
+
+
+@pytest.mark.parametrize(
+    "task",
+    [
+        "run --hosts=local {0}/job.py",
+        "run --hosts=local -- true",
+        "run --hosts=local -m json",
+        "run --detach --hosts=local {0}/job.py",
+        "sweep {0}/job.py a=1 --hosts=local",
+        "serve night -- true",
+        "put {0}/job.py",
+        "get x",
+    ],
+)
+def test_what_needs_a_current_folder_says_that_it_was_removed(folder: Path, task: str) -> None:
+    """What is written to the folders of such a run could not be found again."""
+    (folder / "job.py").touch()
+    line = f"mkdir gone; cd gone; rmdir ../gone; exec {shlex.join(PROGRAM)} {task.format(folder)}"
+    environ = {**os.environ, "SKYFAB_INVENTORY": str(folder / "inventory.toml")}
+    ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, capture_output=True, text=True, env=environ, timeout=170)
+    assert ran.stderr.startswith("error: the current folder has been removed\nhint: "), ran.stderr
+    assert ran.returncode == 2
 
 
 def test_a_command_whose_output_is_not_read_is_stopped(folder: Path) -> None:

@@ -19,6 +19,7 @@ USERS = {"newuidmap": "uidmap"}
 """Also required by namespace hosts of an ordinary user."""
 CODES = {"pam_oath.so": "libpam-oath"}
 """Required by hosts with one-time codes: a module for PAM."""
+_WAIT = ("-o", "DPkg::Lock::Timeout=300")  # another apt may be at work
 SYSTEMD = Path("/run/systemd/system")
 
 
@@ -39,7 +40,7 @@ def install(programs: Mapping[str, str]) -> list[str]:
     _run("apt-get", "-qq", "update")
     for package in [packages, *([package] for package in packages)]:  # one that apt does not have makes all fail
         if missing(programs):
-            _run("apt-get", "-qq", "install", "-y", "--no-install-recommends", *package)
+            _run("apt-get", "-qq", *_WAIT, "install", "-y", "--no-install-recommends", *package)
     if "openssh-server" in packages and SYSTEMD.exists():
         # Only the program is needed: a lab must not leave port 22 open.
         _run("systemctl", "disable", "--now", "ssh.service", "ssh.socket")

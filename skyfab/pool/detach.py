@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Final
 
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.project import Tree
@@ -17,14 +17,18 @@ from skyfab.protocol import messages
 from skyfab.session.replies import Reply
 from skyfab.ui.events import Events
 
+_LONGEST: Final = 100
+"""Characters of the name of a run."""
+
 
 class Detacher:
     """Starts one detached run on its hosts."""
 
     def __init__(self, nodes: Sequence[Node], ranks: Sequence[int], *, label: str, name: str | None) -> None:
         """The nodes' agents must not be used by anything else. Raises UsageError for a name that cannot be shown."""
-        if name is not None and not (name.strip() and name.isprintable()):
-            raise UsageError(f"invalid name of a run: {name!r}", hint="use printable characters, not only spaces")
+        if name is not None and not (name.strip() and name.isprintable() and len(name) <= _LONGEST):
+            hint = f"use printable characters, not only spaces, {_LONGEST} at most"
+            raise UsageError(f"invalid name of a run: {name[:_LONGEST]!r}", hint=hint)
         self.id = secrets.token_hex(8)
         self._nodes = nodes
         self._ranks = ranks

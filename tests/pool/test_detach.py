@@ -66,7 +66,7 @@ def test_a_broadcast_becomes_a_run(pool: sky.Compute, tmp_path: Path) -> None:
     assert run.name == "overnight"
 
 
-@pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[1m"])
+@pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[1m", "x" * 101])
 def test_a_name_that_cannot_be_shown(name: str) -> None:
     with pytest.raises(sky.UsageError, match="invalid name of a run"):
         Detacher([], [], label="f", name=name)

@@ -65,8 +65,8 @@ def sweep(
 
     The sweep continues on the hosts if this program ends; skyfab sweep NAME shows the table. At a terminal, Ctrl-C asks
     whether to stop or detach. After a failure, no new trials begin unless --keep-going is given. The same command with
-    --resume runs the trials that failed, were lost or have not begun. Exits with 1 if a trial failed, with 3 if one was
-    lost with its host, or if its state is unknown because a host does not respond.
+    --resume runs the trials that failed, were stopped or lost, or have not begun. Exits with 1 if a trial failed, with
+    3 if one was lost with its host, or if its state is unknown because a host does not respond.
 
         skyfab sweep train.py lr=1e-3,1e-4 seed=1..5 --gpus=1
         skyfab sweep train.py --detach --name=night -- --lr=1e-3,1e-4

@@ -279,13 +279,13 @@ class Driver:
                 error = "no space left on its disk" if full else last or how_it_ended(code)
         except (OSError, SkyfabError) as failure:  # no space, or no permission
             code, error = 1, str(failure)
+        if self.stopped.wait(1.0) if code == -signal.SIGTERM else self.stopped.is_set():
+            return None  # it has not failed, and may not be done even if its exit code is 0
         ended = {**trial, "state": "failed" if code else "done", "code": code, "error": error}
         ended |= {"values": reported(env[REPORT]), "seconds": round(time.monotonic() - began, 3)}
         ended["gpus"] = gpus.numbers if gpus else None
         with contextlib.suppress(OSError), open(f"{folder}/trial.json", "w") as file:
             json.dump(ended, file, indent=2)
-        if code == -signal.SIGTERM and self.stopped.wait(1.0):
-            return None  # it has not failed
         self._note(ended)
         values = [f"{name}={value}" for name, value in ended["values"].items()]
         line = ", ".join(filter(None, [ended["state"], *values, error]))

@@ -1,13 +1,19 @@
-"""What a trial of a sweep reports."""
+"""What a trial of a sweep reports, and how it is stopped."""
 
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
+from stage.spot import until
 
 import skyfab as sky
+from skyfab.host.sweep import Driver
 from skyfab.host.trial import REPORT
 
 
@@ -37,3 +43,40 @@ def test_a_report_takes_numbers_of_other_libraries(tmp_path: Path, monkeypatch: 
 def test_a_report_does_nothing_in_a_program_that_is_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(REPORT, raising=False)
     sky.report(loss=0.1, model=object())
+
+
+# ---- stopped
+
+SAVES = """
+import signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(sys.argv[1])))
+Path("ready").touch()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """That of a sweep of `saves.py`, outside a worker."""
+
+    def start(words: list[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(words, env={**os.environ, **env}, **options)
+
+    monkeypatch.setattr("skyfab.host.sweep.start", start)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "saves.py").write_text(SAVES)
+    return Driver({"script": "saves.py", "share": None}, lambda trial: None)
+
+
+@pytest.mark.parametrize("code", [0, 1, 143])
+def test_a_trial_that_ends_by_itself_when_it_is_stopped_is_neither_done_nor_failed(
+    driver: Driver, tmp_path: Path, code: int
+) -> None:
+    with ThreadPoolExecutor() as threads:
+        ended = threads.submit(driver._run, {"trial": 1, "folder": str(tmp_path / "1"), "words": [str(code)]}, None)
+        until((tmp_path / "1" / "ready").exists)
+        driver.stop()
+        assert ended.result() is None
+    assert not (tmp_path / "1" / "trial.json").exists()

@@ -301,7 +301,7 @@ def _state(trial: Trial) -> str:
     if trial.state != "failed":
         return trial.state
     code = next((one.name for one in Signals if one == -(trial.code or 0)), trial.code)
-    return f"failed ({trial.error or code})"
+    return f"failed ({trial.error[:200] or code})"
 
 
 def _csv(trials: Sequence[Trial]) -> str:

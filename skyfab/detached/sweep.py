@@ -18,7 +18,8 @@ from skyfab.session.ask import Question
 LABEL: Final = "sweep "
 """How the function of a run that is a sweep begins."""
 _FOLDER: Final = re.compile(r"sweeps/[\w.=+-]+-\d{4}-\d{6}/\d{4,}[\w.=+-]*", re.ASCII)
-_LIMITS: Final = schema.Limits(characters=1000, items=1000)
+_LIMITS: Final = schema.Limits(characters=131_072, items=100_000)
+"""An argument has at most 128 KiB on Linux. Words stay whole: --resume compares them with what was typed."""
 _ORDER: Final = ("waiting", "given", "running", "failed", "done")
 """The steps of a trial."""
 Step = Literal["waiting", "given", "running", "failed", "done", "lost", "stopped", "not started", "unknown"]

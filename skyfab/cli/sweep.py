@@ -25,7 +25,7 @@ from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted
 from skyfab.cli.command import Option, command
 from skyfab.cli.script_options import ScriptOptions
-from skyfab.errors import UsageError
+from skyfab.errors import UsageError, printable
 from skyfab.ui.terminal import LiveLines, clean, is_rich, put
 
 if TYPE_CHECKING:
@@ -237,7 +237,7 @@ def _report(trials: Sequence[Trial], run: Run, results: Results) -> None:
 
     for path, text_of in results:
         if path == "-":
-            put(sys.stdout, text_of(trials))
+            put(sys.stdout, printable(text_of(trials)))
         elif path is not None:
             write(Path(path).expanduser(), text_of(trials), mode=0o644)
     if all(path != "-" for path, _ in results):
@@ -319,7 +319,7 @@ def _csv(trials: Sequence[Trial]) -> str:
 
 
 def _json(trials: Sequence[Trial]) -> str:
-    return json.dumps([asdict(trial) for trial in trials], indent=2, ensure_ascii=False) + "\n"
+    return json.dumps([asdict(trial) for trial in trials], indent=2) + "\n"
 
 
 Results = Sequence[tuple["str | None", Callable[[Sequence["Trial"]], str]]]

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from skyfab._util import schema
-from skyfab.detached.folder import content_of
+from skyfab.detached.folder import LATEST, content_of
 from skyfab.detached.run import Run
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host
@@ -48,6 +48,8 @@ class Trial:
         """A host may send anything. Raises schema.Invalid."""
         if not all(isinstance(value, (str, int, float, type(None))) for value in self.values.values()):
             raise schema.Invalid("expected numbers and strings", ("values",))
+        if not 0 <= (self.seconds or 0) < LATEST:
+            raise schema.Invalid("out of range", ("seconds",))
         if self.folder and not _FOLDER.fullmatch(self.folder):  # --resume uses it on other hosts
             raise schema.Invalid("not the folder of a trial", ("folder",))
 

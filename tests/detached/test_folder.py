@@ -212,6 +212,14 @@ def test_a_host_that_always_has_more_lines_and_sends_none_is_not_asked_for_ever(
         follower.read_parts()
 
 
+@pytest.mark.parametrize("time", [5e19, -1.0])
+def test_a_line_has_a_time_that_can_be_shown(follower: Follower, monkeypatch: pytest.MonkeyPatch, time: float) -> None:
+    page = {"lines": [[0, "out", "text", time]], "cursors": {}, "more": False}
+    monkeypatch.setattr(Asker, "ask_one", lambda self, question, host: question.parse(host, iter([Reply(page, b"")])))
+    with pytest.raises(ValueError, match="lines: out of range"):
+        follower.read_parts()
+
+
 @pytest.mark.parametrize("pid", ["9; reboot", float("inf"), [1], True, 10**30])
 def test_only_a_number_is_the_process_of_a_run_that_does_not_stop(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: Any

@@ -152,6 +152,8 @@ def test_long_words_are_kept_whole() -> None:
         b'{"trial": 1, "state": "done", "folder": "sweeps/a-1118-230501/../../x"}',
         b'{"trial": 1, "state": "done", "folder": "sweeps/a-1118-230501/0001-x/y"}',
         b'{"trial": 1, "state": "done", "rank": 1e999}',
+        b'{"trial": 1, "state": "done", "seconds": 1e15}',
+        b'{"trial": 1, "state": "done", "seconds": -1}',
         b"[" * 100_000,
     ],
 )

@@ -124,7 +124,8 @@ def sweep(plan: dict[str, Any]) -> None:
     )
     driver.run()
     heard = time.monotonic()
-    while trials.expected and time.monotonic() < heard + _RETURN and not driver.stopped.wait(0.1):
+    while trials.expected and time.monotonic() < heard + _RETURN and not driver.stopped.is_set():
+        time.sleep(0.1)  # stopped.wait would hold a lock that the handler of SIGTERM needs
         heard = time.monotonic() if head.ranks else heard
     head.close()
     if missing := len(waiting) - trials.states.count("done"):

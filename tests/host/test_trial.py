@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.host.sweep import Driver
+from skyfab.host.sweep import Driver, sweep
 from skyfab.host.trial import REPORT
 
 
@@ -80,3 +83,14 @@ def test_a_trial_that_ends_by_itself_when_it_is_stopped_is_neither_done_nor_fail
         driver.stop()
         assert ended.result() is None
     assert not (tmp_path / "1" / "trial.json").exists()
+
+
+def test_the_main_thread_holds_no_lock_that_the_handler_of_sigterm_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = iter([False, True])
+    driver = SimpleNamespace(run=lambda: None, stopped=SimpleNamespace(is_set=lambda: next(stopped)))
+    listener = socket.create_server(("127.0.0.1", 0)).detach()
+    others = {"context.take_listener": lambda: listener, "signal.signal": lambda *_: None, "os.environ": {}}
+    for name, value in {**others, "Driver": lambda *_: driver, "open": lambda *_: io.BytesIO()}.items():
+        monkeypatch.setattr(f"skyfab.host.sweep.{name}", value, raising=False)
+    sweep({"trials": [], "slots": [[None]], "keep_going": False, "secret": "00"})
+    assert next(stopped, "asked twice") == "asked twice"

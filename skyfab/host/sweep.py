@@ -206,7 +206,10 @@ class Driver:
     def stop(self) -> None:
         """Passes SIGTERM on to the trials, which may save what they have."""
         self.stopped.set()
-        for group in list(self._groups):
+        self._terminate(*self._groups)
+
+    def _terminate(self, *groups: int) -> None:
+        for group in groups:
             with contextlib.suppress(OSError):
                 os.killpg(group, signal.SIGTERM)
 
@@ -266,6 +269,8 @@ class Driver:
                 options: Any = {"stdout": log, "stderr": log, "pass_fds": gpus.fds if gpus else ()}
                 program = start(words, env=env, cwd=folder, start_new_session=True, **options)
             self._groups.add(program.pid)
+            if self.stopped.is_set():  # perhaps before `stop` could see it
+                self._terminate(program.pid)
             if sys.platform == "linux":  # until it is reaped, its number is not reused
                 os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
                 with contextlib.suppress(OSError):

@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import subprocess
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -83,6 +84,13 @@ def test_a_trial_that_ends_by_itself_when_it_is_stopped_is_neither_done_nor_fail
         driver.stop()
         assert ended.result() is None
     assert not (tmp_path / "1" / "trial.json").exists()
+
+
+def test_a_trial_that_starts_while_its_sweep_is_stopped_is_stopped_too(driver: Driver, tmp_path: Path) -> None:
+    driver.stop()
+    began = time.monotonic()
+    assert driver._run({"trial": 1, "folder": str(tmp_path / "1"), "words": ["0"]}, None) is None
+    assert time.monotonic() < began + 30
 
 
 def test_the_main_thread_holds_no_lock_that_the_handler_of_sigterm_needs(monkeypatch: pytest.MonkeyPatch) -> None:

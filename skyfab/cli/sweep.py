@@ -83,7 +83,7 @@ def sweep(
 
     results = [(csv_, _csv), (json_, _json)]
     for path in filter(None, (csv_, json_)):
-        if path != "-" and not os.access(Path(path).parent, os.W_OK):
+        if path != "-" and not os.access(Path(path).expanduser().parent, os.W_OK):
             raise UsageError(f"cannot write {path}: its folder does not exist, or is not writable")
     if not target.endswith(".py"):
         if resume or values or arguments:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from stage.program import Skyfab
 
 from skyfab.cli.put import put
 from skyfab.cli.run import parsed
@@ -57,3 +58,13 @@ def test_what_is_put_and_is_not_there(here: Path) -> None:
     (here / "~").symlink_to("none")
     with pytest.raises(UsageError, match="broken link: ~ points to none"):
         put.function("~")
+
+
+def test_the_table_of_a_sweep_may_be_written_to_the_home_folder(
+    here: Path, skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    assert "no values in 'seed'" in skyfab("sweep", "train.py", "seed", "--csv=~/night.csv").err
+    assert (
+        "cannot write ~/none/night.csv: its folder" in skyfab("sweep", "train.py", "seed", "--csv=~/none/night.csv").err
+    )

@@ -18,6 +18,7 @@ import skyfab as sky
 from skyfab.detached.folder import Part, question
 from skyfab.detached.logs import LogReader
 from skyfab.detached.run import runs_of
+from skyfab.host.ask import runs
 from skyfab.session.ask import Asker, Reply
 from skyfab.ssh import transport_for
 
@@ -401,3 +402,13 @@ def test_a_run_is_running_until_its_agent_has_said_how_it_ended(
         finally:
             agent.kill()
     assert [part.state for part in parts_of(asker)] == ["lost"]
+
+
+def test_an_agent_that_ends_just_before_it_is_stopped_has_been_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["true"]) as agent:
+        agent.wait()
+    found = iter([(agent.pid, "pool"), (None, "pool")])
+    monkeypatch.setattr(runs, "agent_of", lambda folder: next(found))
+    assert runs.stop(str(tmp_path), run=RUN) is None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -160,7 +161,8 @@ def stop(cache: str, *, run: str) -> int | None:
     pid, _ = agent_of(folder)
     if pid is None:
         return None
-    os.kill(pid, signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + _STOP
     while time.monotonic() < deadline:
         if agent_of(folder)[0] is None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import os
 import subprocess
@@ -18,7 +20,10 @@ import skyfab as sky
 from skyfab.detached.folder import Part, question
 from skyfab.detached.logs import LogReader
 from skyfab.detached.run import runs_of
+from skyfab.host.agent import run_folder
+from skyfab.host.agent.run_folder import RunFolder
 from skyfab.host.ask import runs
+from skyfab.protocol.messages import Result
 from skyfab.session.ask import Asker, Reply
 from skyfab.ssh import transport_for
 
@@ -412,3 +417,35 @@ def test_an_agent_that_ends_just_before_it_is_stopped_has_been_stopped(
     found = iter([(agent.pid, "pool"), (None, "pool")])
     monkeypatch.setattr(runs, "agent_of", lambda folder: next(found))
     assert runs.stop(str(tmp_path), run=RUN) is None
+
+
+class Full(io.FileIO):
+    """A file on a disk that is full at the first call of one method."""
+
+    fails = ""
+
+    def write(self, data: Any) -> int:
+        self._check("write")
+        return super().write(data)
+
+    def flush(self) -> None:
+        self._check("flush")
+
+    def _check(self, method: str) -> None:
+        if method == self.fails:
+            self.fails = ""
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("method", ["write", "flush"])
+def test_a_result_of_which_a_part_is_missing_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Such as its beginning, if the disk is full only then."""
+    record, opened = RunFolder(str(tmp_path / "run"), {}, None), list[Full]()
+    record.expect(1, 0)
+    monkeypatch.setattr(Full, "fails", method)
+    monkeypatch.setattr(run_folder, "open", lambda *how: opened.append(Full(*how)) or opened[-1], raising=False)
+    record.send(1, Result(parts=[5]).encode(), [b"12345"])
+    assert opened[0].closed
+    assert record.failed and not (tmp_path / "run" / "result.0").exists()

@@ -167,7 +167,9 @@ class _Rank:
         gpus = visible(os.environ, context.instance_info().accelerators)
         count = self._gpus["count"] or len(gpus)
         if not 0 < count <= len(gpus):
-            raise command.unfit(f"it has {len(gpus)} GPUs, but the run needs {max(1, count)}")
+            named = os.environ.get("CUDA_VISIBLE_DEVICES")
+            hint = None if named is None else f"CUDA_VISIBLE_DEVICES is {named[:80]!r}: only GPUs named by number count"
+            raise command.unfit(f"it has {len(gpus)} GPUs, but the run needs {max(1, count)}", hint=hint)
         self._claim = Claim(count, gpus, self._settings["run"], low=self._gpus["low"], waits=self._gpus["wait"])
         self._refuse_at = time.monotonic() + REFUSE
         self._look(self._claim)

@@ -404,7 +404,7 @@ def test_up_status_and_down_from_one_program_to_the_next(tmp_path: Path) -> None
         assert [host.up for host in lab_module.status(folder)] == [True, True]
         with pytest.raises(UsageError, match="a lab of 2 hosts is already up, not of 3"):
             lab_module.up(3, folder)
-        with pytest.raises(UsageError, match="a lab is already up, with the Python .*, not /usr/bin/python9"):
+        with pytest.raises(UsageError, match=r"a lab is already up, with the Python .*, not /usr/bin/python9"):
             lab_module.up(2, folder, python="/usr/bin/python9")
         Lab.load(folder).hosts[1].kill()
         assert [host.up for host in lab_module.status(folder)] == [True, False]

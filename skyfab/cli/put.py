@@ -193,7 +193,7 @@ def mirrored(run: Run) -> Iterator[bool]:
             if is_named:
                 compute = opened.enter_context(file_pool(run.inventory, hosts))
                 mirrors = start_mirrors(compute, noted["mirror"], noted["limit"], Path(noted["to"]))
-        except SkyfabError as error:
+        except (SkyfabError, OSError) as error:
             tell_not_fetched(error)
         for mirror in mirrors:
             opened.callback(mirror.leave)  # after Ctrl-C

@@ -14,7 +14,7 @@ from skyfab.errors import BroadcastError, RemoteTraceback, SkyfabError
 
 def print_json(value: Any) -> None:
     """Prints what `--json` asks for; dataclasses in it are objects."""
-    print(json.dumps(value, default=asdict, indent=2, ensure_ascii=False))
+    print(json.dumps(value, default=asdict, indent=2))  # only ASCII: parts may come from hosts
 
 
 def print_errors(errors: Sequence[SkyfabError]) -> int:

@@ -25,7 +25,7 @@ from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted
 from skyfab.cli.command import Option, command
 from skyfab.cli.script_options import ScriptOptions
-from skyfab.errors import UsageError
+from skyfab.errors import UsageError, printable
 from skyfab.ui.terminal import LiveLines, clean, is_rich, put
 
 if TYPE_CHECKING:
@@ -65,8 +65,8 @@ def sweep(
 
     The sweep continues on the hosts if this program ends; skyfab sweep NAME shows the table. At a terminal, Ctrl-C asks
     whether to stop or detach. After a failure, no new trials begin unless --keep-going is given. The same command with
-    --resume runs the trials that failed, were lost or have not begun. Exits with 1 if a trial failed, with 3 if one was
-    lost with its host, or if its state is unknown because a host does not respond.
+    --resume runs the trials that failed, were stopped or lost, or have not begun. Exits with 1 if a trial failed, with
+    3 if one was lost with its host, or if its state is unknown because a host does not respond.
 
         skyfab sweep train.py lr=1e-3,1e-4 seed=1..5 --gpus=1
         skyfab sweep train.py --detach --name=night -- --lr=1e-3,1e-4
@@ -83,7 +83,7 @@ def sweep(
 
     results = [(csv_, _csv), (json_, _json)]
     for path in filter(None, (csv_, json_)):
-        if path != "-" and not os.access(Path(path).parent, os.W_OK):
+        if path != "-" and not os.access(Path(path).expanduser().parent, os.W_OK):
             raise UsageError(f"cannot write {path}: its folder does not exist, or is not writable")
     if not target.endswith(".py"):
         if resume or values or arguments:
@@ -237,7 +237,7 @@ def _report(trials: Sequence[Trial], run: Run, results: Results) -> None:
 
     for path, text_of in results:
         if path == "-":
-            put(sys.stdout, text_of(trials))
+            put(sys.stdout, printable(text_of(trials)))
         elif path is not None:
             write(Path(path).expanduser(), text_of(trials), mode=0o644)
     if all(path != "-" for path, _ in results):
@@ -301,7 +301,7 @@ def _state(trial: Trial) -> str:
     if trial.state != "failed":
         return trial.state
     code = next((one.name for one in Signals if one == -(trial.code or 0)), trial.code)
-    return f"failed ({trial.error or code})"
+    return f"failed ({trial.error[:200] or code})"
 
 
 def _csv(trials: Sequence[Trial]) -> str:
@@ -319,7 +319,7 @@ def _csv(trials: Sequence[Trial]) -> str:
 
 
 def _json(trials: Sequence[Trial]) -> str:
-    return json.dumps([asdict(trial) for trial in trials], indent=2, ensure_ascii=False) + "\n"
+    return json.dumps([asdict(trial) for trial in trials], indent=2) + "\n"
 
 
 Results = Sequence[tuple["str | None", Callable[[Sequence["Trial"]], str]]]

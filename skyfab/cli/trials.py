@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from skyfab._util import brackets
 from skyfab._util.sizes import counted
 from skyfab.calls.manifest import text_of
 from skyfab.errors import UsageError
@@ -20,8 +21,6 @@ MOST: Final = 10_000
 _NAME: Final = 100
 """Characters of a folder's name, without the number."""
 _RANGE: Final = re.compile(r"(?!\.\.$)([^/]*?)\.\.([^/]*)")  # not a path, such as ../data
-_COMMA: Final = re.compile(r",(?![^\[({]*[\])}])")
-"""A comma between values: ``[64,64]`` is one value."""
 
 
 def trials_of(patterns: Sequence[str], grid: str | None = None) -> list[tuple[str, ...]]:
@@ -53,7 +52,7 @@ def _values(pattern: str) -> Sequence[str]:
     if not equals:
         return [pattern]
     found: list[str] = []
-    for value in _COMMA.split(text):
+    for value in brackets.split(text):
         if not text:
             raise UsageError(f"no values in {pattern!r}", hint=f"write values after the =: {name}=1e-3,1e-4")
         if not value:

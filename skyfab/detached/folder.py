@@ -12,7 +12,7 @@ from skyfab.inventory.host import Host
 from skyfab.session.ask import Question, Reply
 
 State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
-_LATEST: Final = 1e11
+LATEST: Final = 1e11
 """An upper limit for plausible timestamps."""
 _LIMITS: Final = schema.Limits(characters=2000, items=100_000)
 
@@ -90,7 +90,7 @@ class Part:
 
     def __post_init__(self) -> None:
         """A host may send anything. Raises schema.Invalid."""
-        if not self.about.id.isalnum() or not 0 <= self.started < _LATEST:
+        if not self.about.id.isalnum() or not 0 <= self.started < LATEST:
             raise schema.Invalid("not a run")
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from skyfab._util import schema
+from skyfab.detached.folder import LATEST
 from skyfab.errors import ProtocolError, SkyfabError
 from skyfab.inventory.host import Host
 from skyfab.session.ask import PASSING, Asker, Question, only
@@ -33,6 +34,11 @@ class _Page:
     lines: tuple[tuple[int, Literal["out", "err"], str, float], ...]
     cursors: Mapping[str, tuple[int, int, float]]
     more: bool
+
+    def __post_init__(self) -> None:
+        """A host may send anything. Raises schema.Invalid."""
+        if not all(0 <= time < LATEST for *_, time in self.lines):
+            raise schema.Invalid("out of range", ("lines",))
 
 
 class LogReader:

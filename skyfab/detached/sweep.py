@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Final, Literal
 
 from skyfab._util import schema
-from skyfab.detached.folder import content_of
+from skyfab.detached.folder import LATEST, content_of
 from skyfab.detached.run import Run
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host
@@ -18,7 +18,8 @@ from skyfab.session.ask import Question
 LABEL: Final = "sweep "
 """How the function of a run that is a sweep begins."""
 _FOLDER: Final = re.compile(r"sweeps/[\w.=+-]+-\d{4}-\d{6}/\d{4,}[\w.=+-]*", re.ASCII)
-_LIMITS: Final = schema.Limits(characters=1000, items=1000)
+_LIMITS: Final = schema.Limits(characters=131_072, items=100_000)
+"""An argument has at most 128 KiB on Linux. Words stay whole: --resume compares them with what was typed."""
 _ORDER: Final = ("waiting", "given", "running", "failed", "done")
 """The steps of a trial."""
 Step = Literal["waiting", "given", "running", "failed", "done", "lost", "stopped", "not started", "unknown"]
@@ -47,6 +48,8 @@ class Trial:
         """A host may send anything. Raises schema.Invalid."""
         if not all(isinstance(value, (str, int, float, type(None))) for value in self.values.values()):
             raise schema.Invalid("expected numbers and strings", ("values",))
+        if not 0 <= (self.seconds or 0) < LATEST:
+            raise schema.Invalid("out of range", ("seconds",))
         if self.folder and not _FOLDER.fullmatch(self.folder):  # --resume uses it on other hosts
             raise schema.Invalid("not the folder of a trial", ("folder",))
 

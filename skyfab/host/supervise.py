@@ -70,8 +70,8 @@ def supervise(words: Sequence[str], folder: str | None, settings: Message) -> in
     """
     info = context.instance_info()
     secret = bytes.fromhex(settings["secret"])
-    with contextlib.ExitStack() as failed:  # what to do unless the program ends by itself
-        failed.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
+    with contextlib.ExitStack() as over, contextlib.ExitStack() as failed:  # unless the program ends by itself
+        over.callback(signal.signal, signal.SIGTERM, signal.SIG_DFL)
         rank = _Rank(list(words) or [sys.executable, "-u", "-c", _SCRIPT], folder, settings)
         failed.callback(rank.stop, _GRACE)
         if info.is_head:
@@ -91,7 +91,6 @@ def supervise(words: Sequence[str], folder: str | None, settings: Message) -> in
             time.sleep(_SETTLE)
             raise WorkerDied("rank 0 is gone: its process has ended, or its host is lost", rank=info.rank) from None
         failed.pop_all()
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if code:
         name = words[0] if words else settings["run"]
         raise WorkerDied(f"{name} {command.how_it_ended(code)}", exitcode=code, rank=info.rank)
@@ -167,7 +166,9 @@ class _Rank:
         gpus = visible(os.environ, context.instance_info().accelerators)
         count = self._gpus["count"] or len(gpus)
         if not 0 < count <= len(gpus):
-            raise command.unfit(f"it has {len(gpus)} GPUs, but the run needs {max(1, count)}")
+            named = os.environ.get("CUDA_VISIBLE_DEVICES")
+            hint = None if named is None else f"CUDA_VISIBLE_DEVICES is {named[:80]!r}: only GPUs named by number count"
+            raise command.unfit(f"it has {len(gpus)} GPUs, but the run needs {max(1, count)}", hint=hint)
         self._claim = Claim(count, gpus, self._settings["run"], low=self._gpus["low"], waits=self._gpus["wait"])
         self._refuse_at = time.monotonic() + REFUSE
         self._look(self._claim)

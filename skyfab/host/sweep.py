@@ -124,7 +124,8 @@ def sweep(plan: dict[str, Any]) -> None:
     )
     driver.run()
     heard = time.monotonic()
-    while trials.expected and time.monotonic() < heard + _RETURN and not driver.stopped.wait(0.1):
+    while trials.expected and time.monotonic() < heard + _RETURN and not driver.stopped.is_set():
+        time.sleep(0.1)  # stopped.wait would hold a lock that the handler of SIGTERM needs
         heard = time.monotonic() if head.ranks else heard
     head.close()
     if missing := len(waiting) - trials.states.count("done"):
@@ -205,7 +206,10 @@ class Driver:
     def stop(self) -> None:
         """Passes SIGTERM on to the trials, which may save what they have."""
         self.stopped.set()
-        for group in list(self._groups):
+        self._terminate(*self._groups)
+
+    def _terminate(self, *groups: int) -> None:
+        for group in groups:
             with contextlib.suppress(OSError):
                 os.killpg(group, signal.SIGTERM)
 
@@ -265,6 +269,8 @@ class Driver:
                 options: Any = {"stdout": log, "stderr": log, "pass_fds": gpus.fds if gpus else ()}
                 program = start(words, env=env, cwd=folder, start_new_session=True, **options)
             self._groups.add(program.pid)
+            if self.stopped.is_set():  # perhaps before `stop` could see it
+                self._terminate(program.pid)
             if sys.platform == "linux":  # until it is reaped, its number is not reused
                 os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
                 with contextlib.suppress(OSError):
@@ -279,13 +285,13 @@ class Driver:
                 error = "no space left on its disk" if full else last or how_it_ended(code)
         except (OSError, SkyfabError) as failure:  # no space, or no permission
             code, error = 1, str(failure)
+        if self.stopped.wait(1.0) if code == -signal.SIGTERM else self.stopped.is_set():
+            return None  # it has not failed, and may not be done even if its exit code is 0
         ended = {**trial, "state": "failed" if code else "done", "code": code, "error": error}
         ended |= {"values": reported(env[REPORT]), "seconds": round(time.monotonic() - began, 3)}
         ended["gpus"] = gpus.numbers if gpus else None
         with contextlib.suppress(OSError), open(f"{folder}/trial.json", "w") as file:
             json.dump(ended, file, indent=2)
-        if code == -signal.SIGTERM and self.stopped.wait(1.0):
-            return None  # it has not failed
         self._note(ended)
         values = [f"{name}={value}" for name, value in ended["values"].items()]
         line = ", ".join(filter(None, [ended["state"], *values, error]))

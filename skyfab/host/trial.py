@@ -29,7 +29,7 @@ def report(**values: Any) -> None:
     found = reported(path)
     for name, value in values.items():
         value = value.item() if hasattr(value, "item") else value
-        if not isinstance(value, (bool, int, float, str, type(None))):
+        if not isinstance(value, (int, float, str, type(None))):
             raise TypeError(f"report({name}=…): expected a number or a string, not a {type(value).__name__}")
         is_finite = not isinstance(value, float) or abs(value) < float("inf")
         found[name] = value if is_finite else str(value)  # JSON has neither infinity nor NaN

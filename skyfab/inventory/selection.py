@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
+from skyfab._util import brackets
 from skyfab._util.suggest import did_you_mean
 from skyfab.errors import UnknownHost, UsageError
 from skyfab.inventory.host import LOCAL, Address, Host
@@ -22,14 +23,7 @@ _ALMOST = re.compile(r"\[[0-9,\s-]*\]")
 
 def split(text: str) -> list[str]:
     """The words of a selection: separated by commas, except inside brackets."""
-    words, depth = [""], 0
-    for char in text:
-        depth = max(0, depth + (char == "[") - (char == "]"))
-        if char == "," and not depth:
-            words.append("")
-        else:
-            words[-1] += char
-    return [word.strip() for word in words if word.strip()]
+    return [word.strip() for word in brackets.split(text, "[]") if word.strip()]
 
 
 def expand(word: str) -> list[str]:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from stage.program import Skyfab
 
-from skyfab.cli.put import put
+from skyfab.cli.put import mirrored, put
 from skyfab.cli.run import parsed
 from skyfab.errors import UsageError
 
@@ -57,3 +61,24 @@ def test_what_is_put_and_is_not_there(here: Path) -> None:
     (here / "~").symlink_to("none")
     with pytest.raises(UsageError, match="broken link: ~ points to none"):
         put.function("~")
+
+
+def test_the_table_of_a_sweep_may_be_written_to_the_home_folder(
+    here: Path, skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(here))
+    assert "no values in 'seed'" in skyfab("sweep", "train.py", "seed", "--csv=~/night.csv").err
+    assert "cannot write ~/none/all.csv" in skyfab("sweep", "train.py", "seed", "--csv=~/none/all.csv").err
+
+
+def test_a_folder_that_cannot_be_mirrored_to_does_not_end_logs(
+    here: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    noted = {"mirror": ["ckpt:train.py/results"], "limit": None, "to": str(here)}
+    compute = SimpleNamespace(mirror=lambda *_, to, **__: to.mkdir())
+    monkeypatch.setattr("skyfab.cli.put._noted", lambda run: noted)
+    monkeypatch.setattr("skyfab.cli.put.file_pool", lambda *_: nullcontext(compute))
+    run: Any = SimpleNamespace(inventory=None, in_workdirs=lambda: ["node1"])
+    with mirrored(run) as is_named:
+        assert is_named
+    assert capsys.readouterr().err.startswith("not fetched: NotADirectoryError: ")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import io
 import json
 import os
 import subprocess
@@ -18,6 +20,10 @@ import skyfab as sky
 from skyfab.detached.folder import Part, question
 from skyfab.detached.logs import LogReader
 from skyfab.detached.run import runs_of
+from skyfab.host.agent import run_folder
+from skyfab.host.agent.run_folder import RunFolder
+from skyfab.host.ask import runs
+from skyfab.protocol.messages import Result
 from skyfab.session.ask import Asker, Reply
 from skyfab.ssh import transport_for
 
@@ -212,6 +218,14 @@ def test_a_host_that_always_has_more_lines_and_sends_none_is_not_asked_for_ever(
         follower.read_parts()
 
 
+@pytest.mark.parametrize("time", [5e19, -1.0])
+def test_a_line_has_a_time_that_can_be_shown(follower: Follower, monkeypatch: pytest.MonkeyPatch, time: float) -> None:
+    page = {"lines": [[0, "out", "text", time]], "cursors": {}, "more": False}
+    monkeypatch.setattr(Asker, "ask_one", lambda self, question, host: question.parse(host, iter([Reply(page, b"")])))
+    with pytest.raises(ValueError, match="lines: out of range"):
+        follower.read_parts()
+
+
 @pytest.mark.parametrize("pid", ["9; reboot", float("inf"), [1], True, 10**30])
 def test_only_a_number_is_the_process_of_a_run_that_does_not_stop(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pid: Any
@@ -393,3 +407,45 @@ def test_a_run_is_running_until_its_agent_has_said_how_it_ended(
         finally:
             agent.kill()
     assert [part.state for part in parts_of(asker)] == ["lost"]
+
+
+def test_an_agent_that_ends_just_before_it_is_stopped_has_been_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with subprocess.Popen(["true"]) as agent:
+        agent.wait()
+    found = iter([(agent.pid, "pool"), (None, "pool")])
+    monkeypatch.setattr(runs, "agent_of", lambda folder: next(found))
+    assert runs.stop(str(tmp_path), run=RUN) is None
+
+
+class Full(io.FileIO):
+    """A file on a disk that is full at the first call of one method."""
+
+    fails = ""
+
+    def write(self, data: Any) -> int:
+        self._check("write")
+        return super().write(data)
+
+    def flush(self) -> None:
+        self._check("flush")
+
+    def _check(self, method: str) -> None:
+        if method == self.fails:
+            self.fails = ""
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("method", ["write", "flush"])
+def test_a_result_of_which_a_part_is_missing_is_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Such as its beginning, if the disk is full only then."""
+    record, opened = RunFolder(str(tmp_path / "run"), {}, None), list[Full]()
+    record.expect(1, 0)
+    monkeypatch.setattr(Full, "fails", method)
+    monkeypatch.setattr(run_folder, "open", lambda *how: opened.append(Full(*how)) or opened[-1], raising=False)
+    record.send(1, Result(parts=[5]).encode(), [b"12345"])
+    assert opened[0].closed
+    assert record.failed and not (tmp_path / "run" / "result.0").exists()

@@ -396,7 +396,7 @@ if name == "kills" and value == "2":
 if name in ("saves", "ignores"):
     def save(*_):
         (spot / f"saved{value}").touch()
-        sys.exit(name == "saves")
+        sys.exit(int(value) % 2)
     signal.signal(signal.SIGTERM, save if name == "saves" else signal.SIG_IGN)
     subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, 1); time.sleep(500)", __file__])
     (spot / f"begun{value}").touch()
@@ -423,6 +423,8 @@ def test_a_sweep_that_is_stopped_leaves_no_process(project: Project, name: str) 
         until(lambda host=host: not traces.on(host), f"the end of all on {host.name}")
     saved = {note for note in project.spot.names() if note.startswith("saved")}
     assert saved == ({"saved1", "saved2", "saved3", "saved4"} if name == "saves" else set())
+    found = json.loads(project.sweep("group", "--json=-", code=1))
+    assert [one["state"] for one in found] == ["stopped"] * 4, "whatever their exit codes"
 
 
 USED = """

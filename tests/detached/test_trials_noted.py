@@ -130,6 +130,12 @@ def test_the_state_is_what_the_notes_and_the_hosts_say(
     assert only(hosts).state == state
 
 
+def test_long_words_are_kept_whole() -> None:
+    hosts, words = Hosts(), ["--config=" + "x" * 100_000 + "1", *map(str, range(2000))]
+    hosts.note("a", state="waiting", words=words, folder=FOLDER)
+    assert only(hosts).words == tuple(words)
+
+
 @pytest.mark.parametrize(
     "line",
     [
@@ -146,6 +152,8 @@ def test_the_state_is_what_the_notes_and_the_hosts_say(
         b'{"trial": 1, "state": "done", "folder": "sweeps/a-1118-230501/../../x"}',
         b'{"trial": 1, "state": "done", "folder": "sweeps/a-1118-230501/0001-x/y"}',
         b'{"trial": 1, "state": "done", "rank": 1e999}',
+        b'{"trial": 1, "state": "done", "seconds": 1e15}',
+        b'{"trial": 1, "state": "done", "seconds": -1}',
         b"[" * 100_000,
     ],
 )

@@ -21,9 +21,11 @@ from pathlib import Path
 
 import pytest
 
+from skyfab.errors import HostUnfit
 from skyfab.host import gpu_locks
 from skyfab.host.ask.gpu_tools import user_name
 from skyfab.host.gpu_locks import Claim, look, note_use
+from skyfab.host.supervise import _Rank
 
 USERS = (61001, 61002, 61003) if os.geteuid() == 0 else (os.geteuid(),) * 3
 """Three users; where this one cannot become another, three times the same."""
@@ -610,3 +612,16 @@ def test_files_are_readable_by_all_and_kept_by_cleaners(folder: str) -> None:
     assert stat.S_IMODE(os.stat(f"{folder}/{name}").st_mode) == 0o1644
     claim.release()
     assert names(folder) == []
+
+
+@pytest.mark.parametrize("named", ["GPU-8a1b", "MIG-8a1b,MIG-8a1c", None])
+def test_gpus_that_have_names_and_no_numbers_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch, named: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", {} if named is None else {"CUDA_VISIBLE_DEVICES": named})
+    rank = _Rank.__new__(_Rank)
+    rank._gpus = {"count": 1}
+    with pytest.raises(HostUnfit, match="it has 0 GPUs, but the run needs 1") as refused:
+        rank._on_take({})
+    hint = f"CUDA_VISIBLE_DEVICES is {named!r}: only GPUs named by number count"
+    assert refused.value.hint == (hint if named else None)

@@ -1,13 +1,23 @@
-"""What a trial of a sweep reports."""
+"""What a trial of a sweep reports, and how it is stopped."""
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import socket
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from stage.spot import until
 
 import skyfab as sky
+from skyfab.host.sweep import Driver, sweep
 from skyfab.host.trial import REPORT
 
 
@@ -37,3 +47,58 @@ def test_a_report_takes_numbers_of_other_libraries(tmp_path: Path, monkeypatch: 
 def test_a_report_does_nothing_in_a_program_that_is_no_trial(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(REPORT, raising=False)
     sky.report(loss=0.1, model=object())
+
+
+# ---- stopped
+
+SAVES = """
+import signal, sys, time
+from pathlib import Path
+
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(sys.argv[1])))
+Path("ready").touch()
+time.sleep(60)
+"""
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
+    """That of a sweep of `saves.py`, outside a worker."""
+
+    def start(words: list[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        return subprocess.Popen(words, env={**os.environ, **env}, **options)
+
+    monkeypatch.setattr("skyfab.host.sweep.start", start)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "saves.py").write_text(SAVES)
+    return Driver({"script": "saves.py", "share": None}, lambda trial: None)
+
+
+@pytest.mark.parametrize("code", [0, 1, 143])
+def test_a_trial_that_ends_by_itself_when_it_is_stopped_is_neither_done_nor_failed(
+    driver: Driver, tmp_path: Path, code: int
+) -> None:
+    with ThreadPoolExecutor() as threads:
+        ended = threads.submit(driver._run, {"trial": 1, "folder": str(tmp_path / "1"), "words": [str(code)]}, None)
+        until((tmp_path / "1" / "ready").exists)
+        driver.stop()
+        assert ended.result() is None
+    assert not (tmp_path / "1" / "trial.json").exists()
+
+
+def test_a_trial_that_starts_while_its_sweep_is_stopped_is_stopped_too(driver: Driver, tmp_path: Path) -> None:
+    driver.stop()
+    began = time.monotonic()
+    assert driver._run({"trial": 1, "folder": str(tmp_path / "1"), "words": ["0"]}, None) is None
+    assert time.monotonic() < began + 30
+
+
+def test_the_main_thread_holds_no_lock_that_the_handler_of_sigterm_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = iter([False, True])
+    driver = SimpleNamespace(run=lambda: None, stopped=SimpleNamespace(is_set=lambda: next(stopped)))
+    listener = socket.create_server(("127.0.0.1", 0)).detach()
+    others = {"context.take_listener": lambda: listener, "signal.signal": lambda *_: None, "os.environ": {}}
+    for name, value in {**others, "Driver": lambda *_: driver, "open": lambda *_: io.BytesIO()}.items():
+        monkeypatch.setattr(f"skyfab.host.sweep.{name}", value, raising=False)
+    sweep({"trials": [], "slots": [[None]], "keep_going": False, "secret": "00"})
+    assert next(stopped, "asked twice") == "asked twice"

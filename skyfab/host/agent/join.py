@@ -43,7 +43,7 @@ def hand_over(request: dict[str, Any], source: int, sink: int) -> Exception:
     reply = b""
     with contextlib.suppress(OSError):
         os.chdir(read(f"{run}/agent").strip().split(" ", 2)[-1])  # the length of socket paths is limited
-        while link.connect_ex(SOCKET) and agent_of(run) is not None:  # it is being started
+        while link.connect_ex(SOCKET) and agent_of(run)[0] is not None:  # it is being started
             time.sleep(_TICK)
         socket.send_fds(link, [json.dumps(about).encode()], [source, sink, 1, 2])
         reply = link.recv(4096)

@@ -124,12 +124,10 @@ class RunFolder:
         file = None
         with contextlib.suppress(OSError):
             file = open(self._path(stream) + ".new", "wb")  # noqa: SIM115
-            file.write(len(head).to_bytes(4, "big") + head)
-        self._drafts[stream] = (file, state, inline_size(getattr(message, "parts", ())))
-        for part in parts:
+        first = len(head).to_bytes(4, "big") + head
+        self._drafts[stream] = (file, state, len(first) + inline_size(getattr(message, "parts", ())))
+        for part in (first, *parts):
             self.send_data(stream, part)
-        if not self._drafts.get(stream, (None, "", 1))[2]:
-            self._complete(stream)
 
     def send_data(self, stream: int, data: Buffer) -> None:
         if stream not in self._drafts:
@@ -139,8 +137,10 @@ class RunFolder:
         try:
             if file is not None:
                 file.write(data)
-        except OSError:
-            file, state = None, "failed"  # the disk is full
+        except OSError:  # the disk is full
+            with contextlib.suppress(OSError):
+                file.close()
+            file, state = None, "failed"
         self._drafts[stream] = (file, state, missing)
         if missing <= 0 and len(data):
             self._complete(stream)
@@ -150,9 +150,9 @@ class RunFolder:
         try:
             if file is None:
                 raise OSError("no space left")
-            file.flush()
-            os.fsync(file.fileno())
-            file.close()
+            with file:
+                file.flush()
+                os.fsync(file.fileno())
             os.rename(self._path(stream) + ".new", self._path(stream))
         except OSError:
             state = "failed"

@@ -282,7 +282,7 @@ def _agent_is_gone(folder: str, age: float) -> bool:
 
 
 def _run_is_over(run: str, age: float) -> bool:
-    if agent_of(run) is not None:
+    if agent_of(run)[0] is not None:
         return False
     if os.path.exists(f"{run}/fetched"):
         return _is_old(f"{run}/fetched", min(age, _DAY))

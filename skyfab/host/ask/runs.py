@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -45,18 +46,18 @@ def runs(cache: str, *, run: str = "", ended: int | None = None, gpus: bool = Fa
 
 def _described(run: str) -> dict[str, Any] | None:
     """What a run is and does; None for a folder that has no description yet."""
-    alive = agent_of(run) is not None  # first: an agent that ends now has written the status before
+    pid, pool = agent_of(run)  # first: an agent that ends now has written the status before
     try:
         about, status = json.loads(read(f"{run}/about")), json.loads(read(f"{run}/status"))
         if about["id"] != os.path.basename(run):
             return None
         return {
             **status,
-            "state": "lost" if status["state"] == "running" and not alive else status["state"],
+            "state": "lost" if status["state"] == "running" and pid is None else status["state"],
             "about": about,
-            "alive": alive,
+            "alive": pid is not None,
             "changed": os.stat(f"{run}/status").st_mtime,
-            "pool": _pool_of(run),
+            "pool": pool,
             "last": last_line(f"{run}/logs"),
             "error": _error(run, status.get("failed") or {}),
             "phase": next((json.loads(text) for rank in about["ranks"] if (text := read(f"{run}/phase.{rank}"))), None),
@@ -95,30 +96,25 @@ def read(path: str) -> str:
         return ""
 
 
-def agent_of(run: str) -> int | None:
-    """The process of a run's agent; None if it does not live.
+def agent_of(run: str) -> tuple[int | None, str]:
+    """The process of a run's agent, None if it does not live; and the name of the pool that its workers belong to.
 
     A process with this number is the agent only if the machine was not started again since then, and if it is in the
     agent's folder.
     """
     pid, boot, folder = [*read(f"{run}/agent").strip().split(" ", 2), "", ""][:3]
+    pool = os.path.basename(folder).rpartition("-")[0]  # it begins the name of the agent's folder
     if not pid.isdigit() or boot != boot_id():
-        return None
+        return None, pool
     try:
         if os.path.isdir("/proc/self"):
             # at its end its folder goes first, and then it writes how the run ended
             here = os.readlink(f"/proc/{pid}/cwd")
-            return int(pid) if here in (folder, f"{folder} (deleted)") else None
+            return (int(pid) if here in (folder, f"{folder} (deleted)") else None), pool
         os.kill(int(pid), 0)
     except (OSError, OverflowError):
-        return None
-    return int(pid)
-
-
-def _pool_of(run: str) -> str:
-    """The name of the pool that the workers of a run belong to: it begins the name of its agent's folder."""
-    folder = [*read(f"{run}/agent").strip().split(" ", 2), "", ""][2]
-    return os.path.basename(folder).rpartition("-")[0]
+        return None, pool
+    return int(pid), pool
 
 
 def last_line(logs: str) -> str:
@@ -162,13 +158,14 @@ def fetched(cache: str, *, run: str) -> None:
 def stop(cache: str, *, run: str) -> int | None:
     """Terminates the agent of a run and waits until it has ended. Returns its process id if it has not."""
     folder = run_folder(cache, run)
-    pid = agent_of(folder)
+    pid, _ = agent_of(folder)
     if pid is None:
         return None
-    os.kill(pid, signal.SIGTERM)
+    with contextlib.suppress(ProcessLookupError):  # it has just ended
+        os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + _STOP
     while time.monotonic() < deadline:
-        if agent_of(folder) is None:
+        if agent_of(folder)[0] is None:
             return None
         time.sleep(_TICK)
     return pid

@@ -199,7 +199,12 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
             if not is_named and (why := why_not_followed(match, place)):
                 skipped.append((place, why))
                 continue
-            yield from walk(match, place, skipped)
+            try:
+                yield from walk(match, place, skipped)
+            except PermissionError:
+                if is_named:
+                    raise
+                skipped.append((place, "not readable"))
 
 
 def expected(patterns: Sequence[bytes]) -> Callable[[bytes], bool]:

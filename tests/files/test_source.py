@@ -231,3 +231,30 @@ def test_links_that_a_pattern_matches_are_left_out_if_they_lead_nowhere_or_to_fo
     assert listed == {b"out/folder/secret"}
     with pytest.raises(FileNotFoundError):
         list(matching([b"out/gone"], []))
+
+
+@pytest.fixture
+def unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder: one file in it can be read. (root would read the others too.)"""
+    out = tmp_path / "out"
+    for name in ("closed/inner", "locked/inner", "ok"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("x")
+    (out / "link").symlink_to(out / "locked" / "inner")
+    monkeypatch.chdir(out)
+    user, modes = os.geteuid(), {tmp_path: 0o755, out / "closed": 0o444, out / "locked": 0}
+    for path, mode in modes.items():
+        path.chmod(mode)
+    if user == 0:
+        os.seteuid(12345)
+    yield out
+    os.seteuid(user)
+    for path in modes:
+        path.chmod(0o755)
+
+
+@pytest.mark.parametrize("pattern", [b".", b"*"])
+def test_what_this_user_may_not_read_is_left_out(unreadable: Path, pattern: bytes) -> None:
+    skipped: list[tuple[bytes, str]] = []
+    assert [entry.path for entry, _ in matching([pattern], skipped) if entry.kind == FILE] == [b"ok"]
+    assert dict(skipped) == dict.fromkeys([b"closed/inner", b"link", b"locked"], "not readable")

@@ -182,9 +182,15 @@ def digest_of(fd: int, size: int) -> str:
 def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[Entry, bytes]]:
     """What these paths and patterns mean on this machine, relative to the current folder.
 
-    A relative path keeps its place; of another one, only the last part of its name is kept.
+    A relative path keeps its place; of another one, only the last part of its name is kept. The first of several
+    matches that would have the same place gets it.
     """
     seen: set[bytes] = set()
+    places: set[bytes] = set()
+
+    def is_new(child: os.DirEntry[bytes], path: bytes) -> bool:
+        return path not in places or os.path.normpath(child.path) not in seen
+
     for pattern in patterns:
         path = os.path.expanduser(pattern)
         is_named = os.path.lexists(path)
@@ -195,12 +201,16 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
             place = b"" if kept in (b".", b"..") else kept
             if not seen.isdisjoint(and_above(clean)) or not os.path.lexists(match):  # glob yields d/ for d/** unseen
                 continue
+            if place in places:
+                skipped.append((clean, "another match has this name"))
+                continue
             seen.add(clean)
             if not is_named and (why := why_not_followed(match, place)):
                 skipped.append((place, why))
                 continue
+            places.add(place)
             try:
-                yield from walk(match, place, skipped)
+                yield from walk(match, place, skipped, is_new)
             except PermissionError:
                 if is_named:
                     raise

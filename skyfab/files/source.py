@@ -220,11 +220,14 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
 def expected(patterns: Sequence[bytes]) -> Callable[[bytes], bool]:
     """Whether `matching` lists a path for these patterns if its machine has it. A hostile one may list anything."""
     wanted = [os.path.normpath(pattern).split(b"/") for pattern in patterns]
+    for words in wanted:
+        if words[0] in (b"", b"..") or words[0].startswith(b"~"):
+            while words[-1] == b"**":  # also matches the folder itself
+                words.pop()
+            del words[:-1]
     if any(words[-1] in (b"", b".", b"..") for words in wanted):  # everything, as its source has it
         return lambda path: True
     for words in wanted:
-        if words[0] in (b"", b"..") or words[0].startswith(b"~"):
-            del words[:-1]
         if words == [b"**"] or words[0].startswith(b"~"):  # only its source knows the name of a home folder
             words[0] = b"*"
     return lambda path: any(_begins(path.split(b"/"), words) for words in wanted)

@@ -193,12 +193,27 @@ def test_of_several_matches_with_one_name_the_first_is_listed(here: Path) -> Non
         ("a/**/b", "a/b a/c/b a/c/d/b a/b/.x", "a a/c b a/.c/b"),
         (".*/x", ".a/x", "a/x .a/y"),
         ("a/?", "a/b", "a/bc a"),
+        ("/x/.cfg/**", ".cfg .cfg/a", ".ssh a cfg"),
+        ("~/*/.cfg/**/**", ".cfg .cfg/a", ".ssh a"),
+        ("/x/*/**", "a a/.b", ".ssh"),
+        ("~/**", "ada ada/.bashrc", ".ssh"),
+        ("../**", "a .ssh/b", ""),
     ],
 )
 def test_more_paths_that_a_pattern_may_list(pattern: str, accepted: str, refused: str) -> None:
     expects = expected([pattern.encode()])
     assert [path for path in accepted.split() if not expects(path.encode())] == []
     assert [path for path in refused.split() if expects(path.encode())] == []
+
+
+@pytest.mark.parametrize(
+    "pattern", ["{here}/d/**", "{here}/.cfg/**", "{here}/**/**", "{here}/*/**", "../**", "../here/**/e/**"]
+)
+def test_what_patterns_with_all_folders_below_list_is_expected(here: Path, pattern: str) -> None:
+    (here / ".cfg" / ".inner").mkdir(parents=True)
+    patterns = [os.fsencode(pattern.format(here=here))]
+    listed = [entry.path for entry, _ in matching(patterns, [])]
+    assert listed and all(map(expected(patterns), listed))
 
 
 def test_any_of_several_patterns_may_list_a_path() -> None:

@@ -7,6 +7,7 @@ import errno
 import glob
 import os
 import stat
+import time
 from fnmatch import fnmatchcase
 
 from skyfab.files.entries import MOST_ENTRIES, Entry, text, walk, why_not_followed
@@ -27,6 +28,8 @@ Messages of 1 MiB and more are received into memory that is newly mapped for eac
 """
 PIECE: Final = SMALL
 """Bytes of a larger file that are read and written at a time."""
+_RECENT: Final = 1_000_000_000
+"""Nanoseconds for which the time of a file may stay the same while it changes: a write sets it when it begins."""
 GONE: Final = -1
 """In place of the size of a file that can no longer be read as it was listed."""
 
@@ -103,18 +106,15 @@ class Source:
     def pack(self, numbers: Sequence[int], most: int) -> tuple[list[list[int]], bytes]:
         """Small files as they are now, one after another: number, size and time of each; and the content.
 
-        A file that is gone, or has grown so that all together have more than `most` bytes, has the size `GONE`.
+        A file that is gone or changes again and again, or has grown so that all together have more than `most` bytes,
+        has the size `GONE`.
         """
         found: list[list[int]] = []
         contents: list[bytes] = []
         room = most
         for number in numbers:
             try:
-                with self._open(number) as (fd, about):
-                    content = os.read(fd, min(about.st_size, SMALL) + 1)
-                    if len(content) > about.st_size:  # it has grown; or it is one of /proc, which have no size
-                        while len(content) <= SMALL and (more := os.read(fd, SMALL + 1 - len(content))):
-                            content += more
+                content, modified = self._version(number)
             except (FileNotFoundError, PermissionError):
                 found.append([number, GONE, 0])
                 continue
@@ -122,9 +122,25 @@ class Source:
                 found.append([number, GONE, 0])
             else:
                 room -= len(content)
-                found.append([number, len(content), about.st_mtime_ns])
+                found.append([number, len(content), modified])
                 contents.append(content)
         return found, b"".join(contents)  # which copies nothing if there is one
+
+    def _version(self, number: int) -> tuple[bytes, int]:
+        """The content of a small file, and its time; of a large one, the first `SMALL` + 1 bytes.
+
+        If it changes while it is read, it is read once more. Raises FileNotFoundError if it changes then, too.
+        """
+        for _ in range(2):
+            with self._open(number) as (fd, about):
+                size, modified = about.st_size, about.st_mtime_ns
+                content = os.read(fd, min(size, SMALL) + 1)
+                while len(content) not in (size, SMALL + 1) and (more := os.read(fd, SMALL + 1 - len(content))):
+                    content += more  # it has grown; or it is one of /proc, which have no size
+                is_settled = len(content) > size == 0 or time.time_ns() - modified > _RECENT
+                if _state(fd) == (size, modified) and (is_settled or os.pread(fd, len(content) + 1, 0) == content):
+                    return content, modified
+        raise FileNotFoundError
 
     def piece(self, number: int, at: int, size: int) -> tuple[bool, bytes]:
         """A part of a large file, and whether it has changed since it was opened: at the latest for its first part."""

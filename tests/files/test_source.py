@@ -91,6 +91,8 @@ def test_a_file_that_comes_in_small_reads_is_read_to_its_end(
 ) -> None:
     """As one of /proc, which has no size; it may be too large in the end."""
     source.rows()
+    for name in "abc":
+        (top / name).write_bytes(b"")
     sizes = {0: 3 * 10, 1: SMALL, 2: SMALL + 1}
     read, left = os.read, dict(sizes)
     numbers = {(top / name).stat().st_ino: number for number, name in enumerate("abc")}
@@ -107,6 +109,29 @@ def test_a_file_that_comes_in_small_reads_is_read_to_its_end(
     found, data = source.pack([0, 1, 2], 2 * SMALL)
     assert [size for _, size, _ in found] == [30, SMALL, GONE]
     assert len(data) == 30 + SMALL
+
+
+@pytest.mark.parametrize("content", [b"", b"new", b"b" * 10, b"b" * 20], ids=len)
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("keeps_time", [True, False])
+def test_a_small_file_that_changes_while_it_is_read_is_read_once_more(
+    source: Source, top: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, times: int, keeps_time: bool
+) -> None:
+    """A write that has begun no longer changes the time."""
+    source.rows()
+    read, changes = os.read, [content, b"other"][:times]
+    modified = (top / "a").stat().st_mtime_ns
+    later = modified if keeps_time else modified + 1
+
+    def read_and_change(fd: int, size: int) -> bytes:
+        found = read(fd, size)
+        if changes:
+            (top / "a").write_bytes(changes.pop(0))
+            os.utime(top / "a", ns=(later, later))
+        return found
+
+    monkeypatch.setattr(os, "read", read_and_change)
+    assert source.pack([0], 100) == (([[0, len(content), later]], content) if times == 1 else ([[0, GONE, 0]], b""))
 
 
 def test_pieces_are_of_the_file_that_was_opened_for_the_first_one(source: Source, top: Path) -> None:

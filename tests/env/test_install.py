@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import shlex
+import subprocess
 import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 from stage.index import Index, make_wheel, sha256
 
-from skyfab._util.scripts import read
+from skyfab._util.scripts import given, read
 from skyfab.calls.image import Image
 from skyfab.env import install
 from skyfab.env.facts import Facts, Program, Target
@@ -336,6 +337,20 @@ def test_an_archive_has_the_content_and_reports_progress(host: Host, tmp_path: P
     assert missing(host, packages) == []  # type: ignore[arg-type]
     del host.packages[packages[1].place]
     assert missing(host, packages) == [packages[1]]  # type: ignore[arg-type]
+
+
+def test_a_package_may_have_several_names(tmp_path: Path) -> None:
+    """Two indexes may write the name of a wheel differently."""
+    script = given(c=str(tmp_path), session="s1") + read("env/push.sh")
+    for name in ("Foo.whl", "foo.whl", "foo.whl"):
+        packages = [Package.of_text(name, "same"), Package.of_text("other", name)]
+        archive = b"".join(install._archive(packages, 0, lambda done, total: None))
+        subprocess.run(["sh", "-c", script], input=archive, check=True)
+    assert sorted(path.name for path in (tmp_path / "packages" / packages[0].sha256).iterdir()) == [
+        "Foo.whl",
+        "foo.whl",
+    ]
+    assert len(list((tmp_path / "packages").iterdir())) == 3
 
 
 def test_a_file_that_becomes_shorter_while_it_is_sent(host: Host, tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -127,8 +128,24 @@ def fetch(wheels: Sequence[Wheel], *, progress: Callable[[int, int], None] | Non
             raise
 
 
+def delete_damaged(wheels: Iterable[Wheel]) -> None:
+    """Deletes wheels from the cache folder of this machine whose content is not the locked one."""
+    for wheel in wheels:
+        path = _place(wheel)
+        with uv.making(path), suppress(FileNotFoundError), path.open("rb") as file:
+            digest = hashlib.sha256()
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+            if digest.hexdigest() != wheel.sha256:
+                path.unlink()
+
+
+def _place(wheel: Wheel) -> Path:
+    return cache_folder() / "wheels" / wheel.sha256 / Path(wheel.filename).name
+
+
 def _one(wheel: Wheel, source: _Source, count: _Progress) -> Path:
-    path = cache_folder() / "wheels" / wheel.sha256 / Path(wheel.filename).name
+    path = _place(wheel)
     with uv.making(path):  # another process may be downloading it
         if path.exists() and wheel.size in {None, path.stat().st_size}:
             count.add(path.stat().st_size)

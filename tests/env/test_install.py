@@ -22,8 +22,9 @@ from skyfab.env import install
 from skyfab.env.facts import Facts, Program, Target
 from skyfab.env.install import Installation, Package, enter, missing, push, unfit
 from skyfab.env.lock import Lock
-from skyfab.env.wheels import Wheel
+from skyfab.env.wheels import Wheel, fetch
 from skyfab.errors import HostUnfit
+from skyfab.protocol.blobs import name_of
 from skyfab.session.shell import ScriptFailed
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -54,6 +55,8 @@ class Host:
         failures = self.fails.get(name, [])
         if failures and (failed := failures.pop(0)) is not None:
             raise failed
+        if script.startswith('cd "$c" && rm -rf '):
+            self.packages = {place: one for place, one in self.packages.items() if place[:64] not in script}
         if name == "missing":
             return "\n".join(place for place in values["packages"].split("\n") if place not in self.packages)
         if name == "push":
@@ -276,8 +279,19 @@ def test_damaged_wheels_are_sent_again_and_leave_uvs_cache(host: Host, build: Bu
     assert names[:4] == ["probe", "missing", "push", "build"]
     words = [f"{folder}/{wheel.sha256}" for wheel in wheels for folder in ("packages", "blobs")]
     assert names[4] == f'cd "$c" && rm -rf {" ".join(words)}'
-    assert names[5:] == ["missing", "build"]
+    assert names[5:] == ["missing", "push", "build"]
     assert [arguments for name, _, arguments in host.ran if name == "build"] == [[], ["app"]]
+
+
+def test_a_wheel_that_was_damaged_on_this_machine_is_fetched_again(
+    host: Host, build: Build, wheels: list[Wheel]
+) -> None:
+    for path in fetch(wheels).values():
+        path.write_bytes(bytes(path.stat().st_size))
+    host.fails["build"] = [mismatch("app")]
+    build()
+    sent = [host.packages[f"{wheel.sha256}/{wheel.filename}"] for wheel in wheels]
+    assert [name_of(content) for content in sent] == [wheel.sha256 for wheel in wheels]
 
 
 def test_wheels_that_the_host_has_downloaded_only_leave_uvs_cache(

@@ -159,12 +159,10 @@ def _bring(wheel: Wheel, path: Path, source: _Source, count: _Progress) -> None:
     part = path.with_name(f".{path.name}.part")  # the lock is held: overwrites what an interrupted download left
     try:
         for left in reversed(range(_TRIES)):
-            before = count.done
             try:
                 found = _copy(source.open(wheel.url), part, count)
                 break
             except (OSError, http.client.HTTPException) as error:
-                count.add(before - count.done)
                 if isinstance(error, urllib.error.HTTPError):
                     error.close()  # the error is also the open response
                 if not left or not _passing(error) or count.stopped:
@@ -182,17 +180,23 @@ def _bring(wheel: Wheel, path: Path, source: _Source, count: _Progress) -> None:
 
 
 def _copy(source: IO[bytes], part: Path, count: _Progress) -> str:
-    """Writes the data to a file; returns its sha256."""
+    """Writes the data to a file; returns its sha256. After an error its bytes no longer count."""
     digest = hashlib.sha256()
-    with source, part.open("wb") as file:
-        while piece := source.read(_PIECE):
-            if count.stopped:
-                raise InterruptedError("stopped")
-            file.write(piece)
-            digest.update(piece)
-            count.add(len(piece))
-        if missing := getattr(source, "length", 0):  # read(size) does not raise when an HTTP response ends early
-            raise http.client.IncompleteRead(b"", missing)
+    done = 0
+    try:
+        with source, part.open("wb") as file:
+            while piece := source.read(_PIECE):
+                if count.stopped:
+                    raise InterruptedError("stopped")
+                file.write(piece)
+                digest.update(piece)
+                count.add(len(piece))
+                done += len(piece)
+            if missing := getattr(source, "length", 0):  # read(size) does not raise when an HTTP response ends early
+                raise http.client.IncompleteRead(b"", missing)
+    except BaseException:
+        count.add(-done)
+        raise
     return digest.hexdigest()
 
 

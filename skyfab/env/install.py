@@ -25,7 +25,7 @@ from skyfab.env.lock import Lock
 from skyfab.env.sdists import is_built
 from skyfab.env.tools import python_for, uv_for
 from skyfab.env.uv import is_public, origin, reason, redact
-from skyfab.env.wheels import Wheel, fetch
+from skyfab.env.wheels import Wheel, delete_damaged, fetch
 from skyfab.errors import HostUnfit
 from skyfab.protocol.blobs import name_of
 from skyfab.session.shell import ScriptFailed, Shell
@@ -204,7 +204,8 @@ class Installation:
             changed = _mismatched(failed) or _unreadable(failed)
             if not changed:
                 raise
-            if wheels:  # one of them was damaged on the host
+            if wheels:  # one of them was damaged on the host or on this machine
+                delete_damaged(pushed)
                 names = " ".join(f"packages/{wheel.sha256} blobs/{wheel.sha256}" for wheel in wheels)
                 self.shell.run(f'cd "$c" && rm -rf {names}')
                 self._provide(packages)

@@ -11,6 +11,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -127,8 +128,24 @@ def fetch(wheels: Sequence[Wheel], *, progress: Callable[[int, int], None] | Non
             raise
 
 
+def delete_damaged(wheels: Iterable[Wheel]) -> None:
+    """Deletes wheels from the cache folder of this machine whose content is not the locked one."""
+    for wheel in wheels:
+        path = _place(wheel)
+        with uv.making(path), suppress(FileNotFoundError), path.open("rb") as file:
+            digest = hashlib.sha256()
+            while piece := file.read(_PIECE):
+                digest.update(piece)
+            if digest.hexdigest() != wheel.sha256:
+                path.unlink()
+
+
+def _place(wheel: Wheel) -> Path:
+    return cache_folder() / "wheels" / wheel.sha256 / Path(wheel.filename).name
+
+
 def _one(wheel: Wheel, source: _Source, count: _Progress) -> Path:
-    path = cache_folder() / "wheels" / wheel.sha256 / Path(wheel.filename).name
+    path = _place(wheel)
     with uv.making(path):  # another process may be downloading it
         if path.exists() and wheel.size in {None, path.stat().st_size}:
             count.add(path.stat().st_size)
@@ -142,12 +159,10 @@ def _bring(wheel: Wheel, path: Path, source: _Source, count: _Progress) -> None:
     part = path.with_name(f".{path.name}.part")  # the lock is held: overwrites what an interrupted download left
     try:
         for left in reversed(range(_TRIES)):
-            before = count.done
             try:
                 found = _copy(source.open(wheel.url), part, count)
                 break
             except (OSError, http.client.HTTPException) as error:
-                count.add(before - count.done)
                 if isinstance(error, urllib.error.HTTPError):
                     error.close()  # the error is also the open response
                 if not left or not _passing(error) or count.stopped:
@@ -165,17 +180,23 @@ def _bring(wheel: Wheel, path: Path, source: _Source, count: _Progress) -> None:
 
 
 def _copy(source: IO[bytes], part: Path, count: _Progress) -> str:
-    """Writes the data to a file; returns its sha256."""
+    """Writes the data to a file; returns its sha256. After an error its bytes no longer count."""
     digest = hashlib.sha256()
-    with source, part.open("wb") as file:
-        while piece := source.read(_PIECE):
-            if count.stopped:
-                raise InterruptedError("stopped")
-            file.write(piece)
-            digest.update(piece)
-            count.add(len(piece))
-        if missing := getattr(source, "length", 0):  # read(size) does not raise when an HTTP response ends early
-            raise http.client.IncompleteRead(b"", missing)
+    done = 0
+    try:
+        with source, part.open("wb") as file:
+            while piece := source.read(_PIECE):
+                if count.stopped:
+                    raise InterruptedError("stopped")
+                file.write(piece)
+                digest.update(piece)
+                count.add(len(piece))
+                done += len(piece)
+            if missing := getattr(source, "length", 0):  # read(size) does not raise when an HTTP response ends early
+                raise http.client.IncompleteRead(b"", missing)
+    except BaseException:
+        count.add(-done)
+        raise
     return digest.hexdigest()
 
 

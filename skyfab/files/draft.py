@@ -68,11 +68,11 @@ class Draft:
         """Opens and locks the file."""
         size = float("inf")
         while True:
-            self.fd = os.open(self._part, _OPEN, 0o600, dir_fd=self._folder)
-            about = os.fstat(self.fd)
-            if about.st_uid != os.geteuid() or about.st_nlink > 1:  # another user may have put it there
-                break
             try:
+                self.fd = os.open(self._part, _OPEN, 0o600, dir_fd=self._folder)
+                about = os.fstat(self.fd)
+                if about.st_uid != os.geteuid() or about.st_nlink > 1:  # another user may have put it there
+                    break
                 fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if self._is_there():
                     return
@@ -81,12 +81,13 @@ class Draft:
                     break
                 size = about.st_size
                 time.sleep(_PAUSE)
-            except OSError:  # a file system without locks: another transfer may be writing to it
+            except OSError:  # another user's file, or one that cannot be locked: another transfer may be writing to it
                 break
             os.close(self.fd)
             self.fd = -1
-        os.close(self.fd)
-        self.fd = -1
+        if self.fd != -1:
+            os.close(self.fd)
+            self.fd = -1
         self._part = own_part()
         self.fd = os.open(self._part, _OPEN | os.O_EXCL, 0o600, dir_fd=self._folder)
 

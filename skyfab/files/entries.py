@@ -198,6 +198,9 @@ def _entry(child: os.DirEntry[bytes], path: bytes, base: int, skipped: list[Skip
     except FileNotFoundError:
         skipped.append((path, _MISSING))
         return None
+    except PermissionError:
+        skipped.append((path, "not readable"))
+        return None
     if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):
         skipped.append((path, "neither a file nor a folder"))
         return None

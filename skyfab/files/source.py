@@ -7,6 +7,7 @@ import errno
 import glob
 import os
 import stat
+import time
 from fnmatch import fnmatchcase
 
 from skyfab.files.entries import MOST_ENTRIES, Entry, text, walk, why_not_followed
@@ -27,6 +28,8 @@ Messages of 1 MiB and more are received into memory that is newly mapped for eac
 """
 PIECE: Final = SMALL
 """Bytes of a larger file that are read and written at a time."""
+_RECENT: Final = 1_000_000_000
+"""Nanoseconds for which the time of a file may stay the same while it changes: a write sets it when it begins."""
 GONE: Final = -1
 """In place of the size of a file that can no longer be read as it was listed."""
 
@@ -103,18 +106,15 @@ class Source:
     def pack(self, numbers: Sequence[int], most: int) -> tuple[list[list[int]], bytes]:
         """Small files as they are now, one after another: number, size and time of each; and the content.
 
-        A file that is gone, or has grown so that all together have more than `most` bytes, has the size `GONE`.
+        A file that is gone or changes again and again, or has grown so that all together have more than `most` bytes,
+        has the size `GONE`.
         """
         found: list[list[int]] = []
         contents: list[bytes] = []
         room = most
         for number in numbers:
             try:
-                with self._open(number) as (fd, about):
-                    content = os.read(fd, min(about.st_size, SMALL) + 1)
-                    if len(content) > about.st_size:  # it has grown; or it is one of /proc, which have no size
-                        while len(content) <= SMALL and (more := os.read(fd, SMALL + 1 - len(content))):
-                            content += more
+                content, modified = self._version(number)
             except (FileNotFoundError, PermissionError):
                 found.append([number, GONE, 0])
                 continue
@@ -122,9 +122,25 @@ class Source:
                 found.append([number, GONE, 0])
             else:
                 room -= len(content)
-                found.append([number, len(content), about.st_mtime_ns])
+                found.append([number, len(content), modified])
                 contents.append(content)
         return found, b"".join(contents)  # which copies nothing if there is one
+
+    def _version(self, number: int) -> tuple[bytes, int]:
+        """The content of a small file, and its time; of a large one, the first `SMALL` + 1 bytes.
+
+        If it changes while it is read, it is read once more. Raises FileNotFoundError if it changes then, too.
+        """
+        for _ in range(2):
+            with self._open(number) as (fd, about):
+                size, modified = about.st_size, about.st_mtime_ns
+                content = os.read(fd, min(size, SMALL) + 1)
+                while len(content) not in (size, SMALL + 1) and (more := os.read(fd, SMALL + 1 - len(content))):
+                    content += more  # it has grown; or it is one of /proc, which have no size
+                is_settled = len(content) > size == 0 or time.time_ns() - modified > _RECENT
+                if _state(fd) == (size, modified) and (is_settled or os.pread(fd, len(content) + 1, 0) == content):
+                    return content, modified
+        raise FileNotFoundError
 
     def piece(self, number: int, at: int, size: int) -> tuple[bool, bytes]:
         """A part of a large file, and whether it has changed since it was opened: at the latest for its first part."""
@@ -182,9 +198,15 @@ def digest_of(fd: int, size: int) -> str:
 def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[Entry, bytes]]:
     """What these paths and patterns mean on this machine, relative to the current folder.
 
-    A relative path keeps its place; of another one, only the last part of its name is kept.
+    A relative path keeps its place; of another one, only the last part of its name is kept. The first of several
+    matches that would have the same place gets it.
     """
     seen: set[bytes] = set()
+    places: set[bytes] = set()
+
+    def is_new(child: os.DirEntry[bytes], path: bytes) -> bool:
+        return path not in places or os.path.normpath(child.path) not in seen
+
     for pattern in patterns:
         path = os.path.expanduser(pattern)
         is_named = os.path.lexists(path)
@@ -195,21 +217,33 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
             place = b"" if kept in (b".", b"..") else kept
             if not seen.isdisjoint(and_above(clean)) or not os.path.lexists(match):  # glob yields d/ for d/** unseen
                 continue
+            if place in places:
+                skipped.append((clean, "another match has this name"))
+                continue
             seen.add(clean)
             if not is_named and (why := why_not_followed(match, place)):
                 skipped.append((place, why))
                 continue
-            yield from walk(match, place, skipped)
+            places.add(place)
+            try:
+                yield from walk(match, place, skipped, is_new)
+            except PermissionError:
+                if is_named:
+                    raise
+                skipped.append((place, "not readable"))
 
 
 def expected(patterns: Sequence[bytes]) -> Callable[[bytes], bool]:
     """Whether `matching` lists a path for these patterns if its machine has it. A hostile one may list anything."""
     wanted = [os.path.normpath(pattern).split(b"/") for pattern in patterns]
+    for words in wanted:
+        if words[0] in (b"", b"..") or words[0].startswith(b"~"):
+            while words[-1] == b"**":  # also matches the folder itself
+                words.pop()
+            del words[:-1]
     if any(words[-1] in (b"", b".", b"..") for words in wanted):  # everything, as its source has it
         return lambda path: True
     for words in wanted:
-        if words[0] in (b"", b"..") or words[0].startswith(b"~"):
-            del words[:-1]
         if words == [b"**"] or words[0].startswith(b"~"):  # only its source knows the name of a home folder
             words[0] = b"*"
     return lambda path: any(_begins(path.split(b"/"), words) for words in wanted)

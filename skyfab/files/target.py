@@ -100,7 +100,7 @@ class Target:
             entry.path = self._place_of(entry)
             self._entries.append(entry)
             if entry.kind == FOLDER:
-                self._folder(entry.path)
+                self._folder(entry.path, entry.mode | 0o700)
             elif entry.kind == LINK:
                 self._link(entry)
             elif (found := self._look(entry)) is not None:
@@ -279,7 +279,7 @@ class Target:
         above, _, name = entry.path.rpartition(b"/")
         return self._folder(above), name
 
-    def _folder(self, path: bytes) -> int:
+    def _folder(self, path: bytes, mode: int = 0o755) -> int:
         fd = self._open.get(path)
         if fd is not None:
             return fd
@@ -287,7 +287,7 @@ class Target:
         parent = self._folder(above)
         try:
             with contextlib.suppress(FileExistsError):
-                os.mkdir(name, 0o755, dir_fd=parent)
+                os.mkdir(name, mode, dir_fd=parent)
                 self._made.add(path)
             fd = os.open(name, _INNER, dir_fd=parent)
         except OSError as error:

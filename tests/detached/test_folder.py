@@ -171,6 +171,12 @@ def test_a_reader_that_stops_continues_where_it_stopped(follower: Follower, monk
     assert "".join(found[20:]) == lines[20] and len(found) > 21
 
 
+def test_lines_of_characters_of_several_bytes_fit_into_an_answer(follower: Follower) -> None:
+    lines = ["🦀" * 30_000] * 20
+    follower.write("\n".join(lines) + "\n")
+    assert follower.read_parts() == lines
+
+
 def test_logs_are_merged_by_time(follower: Follower) -> None:
     follower.write("a\nb\n", "0.out", at=10)
     follower.write("c\n", "1.out", at=11)

@@ -445,6 +445,20 @@ def test_what_is_used_at_the_last_moment_comes_back(cache: Cache, monkeypatch: p
     assert OLD in cache('ls "$c/blobs"') and OLD not in cache('ls "$c/trees"')
 
 
+def test_a_lock_file_that_another_process_deletes_first(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache(FILL + f': >envs/.lock-{"d" * 40}; age "2 hours ago" envs/.lock-{"d" * 40}')
+    real = os.unlink
+
+    def unlink_late(path: str, **options: int) -> None:
+        real(path, **options)
+        if "/.lock-" in path:
+            raise FileNotFoundError
+
+    monkeypatch.setattr(os, "unlink", unlink_late)
+    host_gc.gc(cache.host.cache, days=30, dry_run=False)
+    assert cache(LIST) == expected("b", "c")
+
+
 def test_a_full_disk_is_cleaned(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is no room to move anything aside."""
     cache(FILL)

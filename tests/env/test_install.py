@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import io
 import shlex
+import subprocess
 import tarfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -15,14 +16,15 @@ from typing import Any
 import pytest
 from stage.index import Index, make_wheel, sha256
 
-from skyfab._util.scripts import read
+from skyfab._util.scripts import given, read
 from skyfab.calls.image import Image
 from skyfab.env import install
 from skyfab.env.facts import Facts, Program, Target
 from skyfab.env.install import Installation, Package, enter, missing, push, unfit
 from skyfab.env.lock import Lock
-from skyfab.env.wheels import Wheel
+from skyfab.env.wheels import Wheel, fetch
 from skyfab.errors import HostUnfit
+from skyfab.protocol.blobs import name_of
 from skyfab.session.shell import ScriptFailed
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -53,6 +55,8 @@ class Host:
         failures = self.fails.get(name, [])
         if failures and (failed := failures.pop(0)) is not None:
             raise failed
+        if script.startswith('cd "$c" && rm -rf '):
+            self.packages = {place: one for place, one in self.packages.items() if place[:64] not in script}
         if name == "missing":
             return "\n".join(place for place in values["packages"].split("\n") if place not in self.packages)
         if name == "push":
@@ -275,8 +279,19 @@ def test_damaged_wheels_are_sent_again_and_leave_uvs_cache(host: Host, build: Bu
     assert names[:4] == ["probe", "missing", "push", "build"]
     words = [f"{folder}/{wheel.sha256}" for wheel in wheels for folder in ("packages", "blobs")]
     assert names[4] == f'cd "$c" && rm -rf {" ".join(words)}'
-    assert names[5:] == ["missing", "build"]
+    assert names[5:] == ["missing", "push", "build"]
     assert [arguments for name, _, arguments in host.ran if name == "build"] == [[], ["app"]]
+
+
+def test_a_wheel_that_was_damaged_on_this_machine_is_fetched_again(
+    host: Host, build: Build, wheels: list[Wheel]
+) -> None:
+    for path in fetch(wheels).values():
+        path.write_bytes(bytes(path.stat().st_size))
+    host.fails["build"] = [mismatch("app")]
+    build()
+    sent = [host.packages[f"{wheel.sha256}/{wheel.filename}"] for wheel in wheels]
+    assert [name_of(content) for content in sent] == [wheel.sha256 for wheel in wheels]
 
 
 def test_wheels_that_the_host_has_downloaded_only_leave_uvs_cache(
@@ -336,6 +351,20 @@ def test_an_archive_has_the_content_and_reports_progress(host: Host, tmp_path: P
     assert missing(host, packages) == []  # type: ignore[arg-type]
     del host.packages[packages[1].place]
     assert missing(host, packages) == [packages[1]]  # type: ignore[arg-type]
+
+
+def test_a_package_may_have_several_names(tmp_path: Path) -> None:
+    """Two indexes may write the name of a wheel differently."""
+    script = given(c=str(tmp_path), session="s1") + read("env/push.sh")
+    for name in ("Foo.whl", "foo.whl", "foo.whl"):
+        packages = [Package.of_text(name, "same"), Package.of_text("other", name)]
+        archive = b"".join(install._archive(packages, 0, lambda done, total: None))
+        subprocess.run(["sh", "-c", script], input=archive, check=True)
+    assert sorted(path.name for path in (tmp_path / "packages" / packages[0].sha256).iterdir()) == [
+        "Foo.whl",
+        "foo.whl",
+    ]
+    assert len(list((tmp_path / "packages").iterdir())) == 3
 
 
 def test_a_file_that_becomes_shorter_while_it_is_sent(host: Host, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import ipaddress
 import os
 import ssl
@@ -131,6 +132,22 @@ def test_passing_troubles_are_tried_again(index: Index, troubles: list[int]) -> 
     assert len(index.requests) == len(troubles) + 1
     assert reported[-1] == wheel.size
     assert kept() == [wheel.filename]
+
+
+def test_an_attempt_that_fails_takes_back_its_own_bytes_only(tmp_path: Path) -> None:
+    """Other downloads count at the same time."""
+    count = wheels._Progress(None, 0)
+
+    class Broken(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            count.add(100)
+            if piece := super().read(size):
+                return piece
+            raise ConnectionResetError
+
+    with pytest.raises(ConnectionResetError):
+        wheels._copy(Broken(b"half"), tmp_path / "part", count)
+    assert count.done == 200
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,8 @@ def test_one_that_becomes_a_link_while_it_is_opened_is_not_used(
         flock(fd, how)
 
     monkeypatch.setattr(fcntl, "flock", flock_late)
-    with pytest.raises(OSError) as raised:
-        Draft(folder, b"name", 0o600)
-    assert raised.value.errno == errno.ELOOP
+    Draft(folder, b"name", 0o600).commit(1)
+    assert (tmp_path / "name").is_file() and not (tmp_path / "name").is_symlink()
 
 
 def test_without_locks_each_transfer_has_its_own(tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,11 +151,30 @@ def test_without_locks_each_transfer_has_its_own(tmp_path: Path, folder: int, mo
 
 
 def test_a_draft_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path, folder: int) -> None:
-    (tmp_path / os.fsdecode(part_of(b"name"))).mkdir()
     before = sorted(Path("/dev/fd").iterdir())
-    with pytest.raises(IsADirectoryError):
+    tmp_path.rmdir()
+    with pytest.raises(FileNotFoundError):
         Draft(folder, b"name", 0o600)
     assert sorted(Path("/dev/fd").iterdir()) == before
+
+
+def test_what_another_user_has_begun_is_left_alone(tmp_path: Path) -> None:
+    """A draft can be read by its own user only. (root could open it.)"""
+    part = tmp_path / os.fsdecode(part_of(b"name"))
+    part.write_bytes(b"theirs")
+    part.chmod(0)
+    tmp_path.chmod(0o777)
+    user, folder = os.geteuid(), os.open(tmp_path, os.O_RDONLY)
+    try:
+        if user == 0:
+            os.seteuid(12345)
+        Draft(folder, b"name", 0o600).commit(1)
+    finally:
+        os.seteuid(user)
+        os.close(folder)
+    assert (tmp_path / "name").read_bytes() == b""
+    part.chmod(0o600)
+    assert part.read_bytes() == b"theirs"
 
 
 def test_only_old_drafts_that_nobody_finds_again_are_removed(

@@ -91,6 +91,8 @@ def test_a_file_that_comes_in_small_reads_is_read_to_its_end(
 ) -> None:
     """As one of /proc, which has no size; it may be too large in the end."""
     source.rows()
+    for name in "abc":
+        (top / name).write_bytes(b"")
     sizes = {0: 3 * 10, 1: SMALL, 2: SMALL + 1}
     read, left = os.read, dict(sizes)
     numbers = {(top / name).stat().st_ino: number for number, name in enumerate("abc")}
@@ -107,6 +109,29 @@ def test_a_file_that_comes_in_small_reads_is_read_to_its_end(
     found, data = source.pack([0, 1, 2], 2 * SMALL)
     assert [size for _, size, _ in found] == [30, SMALL, GONE]
     assert len(data) == 30 + SMALL
+
+
+@pytest.mark.parametrize("content", [b"", b"new", b"b" * 10, b"b" * 20], ids=len)
+@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("keeps_time", [True, False])
+def test_a_small_file_that_changes_while_it_is_read_is_read_once_more(
+    source: Source, top: Path, monkeypatch: pytest.MonkeyPatch, content: bytes, times: int, keeps_time: bool
+) -> None:
+    """A write that has begun no longer changes the time."""
+    source.rows()
+    read, changes = os.read, [content, b"other"][:times]
+    modified = (top / "a").stat().st_mtime_ns
+    later = modified if keeps_time else modified + 1
+
+    def read_and_change(fd: int, size: int) -> bytes:
+        found = read(fd, size)
+        if changes:
+            (top / "a").write_bytes(changes.pop(0))
+            os.utime(top / "a", ns=(later, later))
+        return found
+
+    monkeypatch.setattr(os, "read", read_and_change)
+    assert source.pack([0], 100) == (([[0, len(content), later]], content) if times == 1 else ([[0, GONE, 0]], b""))
 
 
 def test_pieces_are_of_the_file_that_was_opened_for_the_first_one(source: Source, top: Path) -> None:
@@ -165,16 +190,22 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("d/**", "d/.hidden d/e/f d/z"),
         ("d/e d", "d/.hidden d/e/f d/z"),
         ("d d/e", "d/.hidden d/e/f d/z"),
+        ("../here/d/e ../here/d", "d/.hidden d/e/f d/z e/f"),
         ("y y ./y", "y"),
         ("missing", ""),
     ],
 )
 def test_patterns_list_each_file_once_at_its_place(here: Path, patterns: str, found: str) -> None:
     listed = [entry.path.decode() for entry, _ in matching(patterns.encode().split(), []) if entry.kind == FILE]
-    if patterns == "d/e d":
-        assert sorted(set(listed)) == found.split(), "what was listed before its folder is listed again"
-    else:
-        assert sorted(listed) == found.split()
+    assert sorted(listed) == found.split()
+
+
+def test_of_several_matches_with_one_name_the_first_is_listed(here: Path) -> None:
+    (here / "d" / "y").touch()
+    skipped: list[tuple[bytes, str]] = []
+    patterns = [b"y", os.fsencode(here / "*" / "y"), os.fsencode(here / "d"), b"d/e"]
+    assert [entry.path for entry, _ in matching(patterns, skipped)].count(b"y") == 1
+    assert skipped == [(os.fsencode(here / "d" / "y"), "another match has this name")]
 
 
 @pytest.mark.parametrize(
@@ -187,12 +218,27 @@ def test_patterns_list_each_file_once_at_its_place(here: Path, patterns: str, fo
         ("a/**/b", "a/b a/c/b a/c/d/b a/b/.x", "a a/c b a/.c/b"),
         (".*/x", ".a/x", "a/x .a/y"),
         ("a/?", "a/b", "a/bc a"),
+        ("/x/.cfg/**", ".cfg .cfg/a", ".ssh a cfg"),
+        ("~/*/.cfg/**/**", ".cfg .cfg/a", ".ssh a"),
+        ("/x/*/**", "a a/.b", ".ssh"),
+        ("~/**", "ada ada/.bashrc", ".ssh"),
+        ("../**", "a .ssh/b", ""),
     ],
 )
 def test_more_paths_that_a_pattern_may_list(pattern: str, accepted: str, refused: str) -> None:
     expects = expected([pattern.encode()])
     assert [path for path in accepted.split() if not expects(path.encode())] == []
     assert [path for path in refused.split() if expects(path.encode())] == []
+
+
+@pytest.mark.parametrize(
+    "pattern", ["{here}/d/**", "{here}/.cfg/**", "{here}/**/**", "{here}/*/**", "../**", "../here/**/e/**"]
+)
+def test_what_patterns_with_all_folders_below_list_is_expected(here: Path, pattern: str) -> None:
+    (here / ".cfg" / ".inner").mkdir(parents=True)
+    patterns = [os.fsencode(pattern.format(here=here))]
+    listed = [entry.path for entry, _ in matching(patterns, [])]
+    assert listed and all(map(expected(patterns), listed))
 
 
 def test_any_of_several_patterns_may_list_a_path() -> None:
@@ -231,3 +277,30 @@ def test_links_that_a_pattern_matches_are_left_out_if_they_lead_nowhere_or_to_fo
     assert listed == {b"out/folder/secret"}
     with pytest.raises(FileNotFoundError):
         list(matching([b"out/gone"], []))
+
+
+@pytest.fixture
+def unreadable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The current folder: one file in it can be read. (root would read the others too.)"""
+    out = tmp_path / "out"
+    for name in ("closed/inner", "locked/inner", "ok"):
+        (out / name).parent.mkdir(parents=True, exist_ok=True)
+        (out / name).write_text("x")
+    (out / "link").symlink_to(out / "locked" / "inner")
+    monkeypatch.chdir(out)
+    user, modes = os.geteuid(), {tmp_path: 0o755, out / "closed": 0o444, out / "locked": 0}
+    for path, mode in modes.items():
+        path.chmod(mode)
+    if user == 0:
+        os.seteuid(12345)
+    yield out
+    os.seteuid(user)
+    for path in modes:
+        path.chmod(0o755)
+
+
+@pytest.mark.parametrize("pattern", [b".", b"*"])
+def test_what_this_user_may_not_read_is_left_out(unreadable: Path, pattern: bytes) -> None:
+    skipped: list[tuple[bytes, str]] = []
+    assert [entry.path for entry, _ in matching([pattern], skipped) if entry.kind == FILE] == [b"ok"]
+    assert dict(skipped) == dict.fromkeys([b"closed/inner", b"link", b"locked"], "not readable")

@@ -186,6 +186,12 @@ def test_folders_that_are_not_listed_are_made_for_everyone_to_read(target: Targe
     assert [mode_of(to / "one"), mode_of(to / "one" / "two")] == [0o755, 0o755]
 
 
+def test_a_private_folder_is_private_from_its_beginning(target: Target, to: Path) -> None:
+    """An interrupted transfer leaves it as it is."""
+    target.compare([folder("secret", 0o700), folder("read-only", 0o500), file("read-only/a")])
+    assert [mode_of(to / "secret"), mode_of(to / "read-only")] == [0o700, 0o700]
+
+
 def test_many_folders_do_not_stay_open(target: Target, to: Path) -> None:
     rows = [row for number in range(200) for row in (folder(f"d{number}", 0o700), file(f"d{number}/a", 1))]
     before = len([*Path("/dev/fd").iterdir()])

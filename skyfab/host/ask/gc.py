@@ -159,7 +159,8 @@ class _Cleaning:
             env = os.path.basename(lock).removeprefix(".lock-")
             making = _glob(self._cache, f"envs/.in-{env}-*") or os.path.lexists(f"{self._cache}/envs/{env}")
             if _is_old(lock, _HOUR) and not making:
-                os.unlink(lock)
+                with contextlib.suppress(FileNotFoundError):  # another process was faster
+                    os.unlink(lock)
 
     # ---- moving aside and deleting
 

@@ -61,7 +61,7 @@ def logs(
         if since is None or time >= since:
             number, stream = name.split(".")
             lines.append([int(number), stream, text, time])
-            room -= len(text) + _OVERHEAD
+            room -= len(text.encode()) + _OVERHEAD
         if room < 0:
             break
     return {"lines": lines, "cursors": cursors, "more": room < 0}

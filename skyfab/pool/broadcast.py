@@ -192,8 +192,10 @@ class Broadcast:
 
     def _stop_rank(self, member: Member) -> None:
         """Cancels it on one rank."""
-        with suppress(SkyfabError):  # the host is lost: its failure will be reported separately
-            member.node.cancel(self._streams[member.rank])
+        stream = self._streams.get(member.rank)
+        if stream is not None:  # else the conversation closes it once it was sent
+            with suppress(SkyfabError):  # the host is lost: its failure will be reported separately
+                member.node.cancel(stream)
 
     def _finish(self) -> None:
         if self._timer is not None:

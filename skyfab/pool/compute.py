@@ -321,12 +321,14 @@ class Compute(ShownAsTable):
                     self._stop()
 
     def _stop(self) -> None:
-        self._forwards.close()
-        self._devices.close()
-        self._actors.close()
-        self._scheduler.fail_all()
-        self._broadcasts.close()
-        close_all(self.hosts)
+        try:
+            self._forwards.close()
+            self._devices.close()
+            self._actors.close()
+            self._scheduler.fail_all()
+            self._broadcasts.close()
+        finally:
+            close_all(self.hosts)
         for node in self.hosts:
             self.events.emit(HostState(host=node.name, state="closed"))
 

@@ -94,6 +94,9 @@ class Broadcast:
             self._start(member, shared=size > 1)
         if (iterators := self._iterators()) is not None:
             iterators.settle([RemoteIterator(conversation) for conversation in self.conversations])
+        elif self.call.yields:
+            for conversation in self.conversations:
+                conversation.close(wait=False)
 
     def iterators(self) -> CallFuture:
         """The future of the iterators over the values of each rank, which is resolved when the call has begun."""

@@ -99,6 +99,8 @@ class MapCall:
         task = Task(replace(self._each, arguments=arguments))
         task.each = True
         with self._lock:
+            if self.future.done():  # another group has failed while this one was packed
+                return
             self._running.add(task)
         Future.add_done_callback(task.future, lambda future: self._came(task, first, count, future))
         self._scheduler.add(task)

@@ -215,6 +215,19 @@ def test_nothing_runs_after_an_item_that_cannot_be_pickled() -> None:
     assert task.future.cancelled()
 
 
+def test_an_item_that_is_being_packed_when_another_one_fails_does_not_run() -> None:
+    scheduler = FakeScheduler(slots=2)
+
+    class Item:
+        def __reduce__(self) -> Any:
+            scheduler.tasks[0].future.settle(None, ValueError("first"))
+            return str, ()
+
+    stage = Stage([1, Item()], scheduler=scheduler)
+    assert str(stage.future.exception(0)) == "first"
+    assert len(scheduler.tasks) == 1
+
+
 def test_the_future_reads_from_a_host_of_the_map() -> None:
     stage = Stage([1, 2])
     assert stage.future.node is None

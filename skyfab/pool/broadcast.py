@@ -94,6 +94,9 @@ class Broadcast:
             self._start(member, shared=size > 1)
         if (iterators := self._iterators()) is not None:
             iterators.settle([RemoteIterator(conversation) for conversation in self.conversations])
+        elif self.call.yields:
+            for conversation in self.conversations:
+                conversation.close(wait=False)
 
     def iterators(self) -> CallFuture:
         """The future of the iterators over the values of each rank, which is resolved when the call has begun."""
@@ -192,8 +195,10 @@ class Broadcast:
 
     def _stop_rank(self, member: Member) -> None:
         """Cancels it on one rank."""
-        with suppress(SkyfabError):  # the host is lost: its failure will be reported separately
-            member.node.cancel(self._streams[member.rank])
+        stream = self._streams.get(member.rank)
+        if stream is not None:  # else the conversation closes it once it was sent
+            with suppress(SkyfabError):  # the host is lost: its failure will be reported separately
+                member.node.cancel(stream)
 
     def _finish(self) -> None:
         if self._timer is not None:

@@ -202,6 +202,8 @@ class Compute(ShownAsTable):
         self._images.deliver = functools.partial(deliver, self._nodes, self.relay)
         self._forwards = Forwards(self.events)
         self._mirrors: list[Mirror] = []
+        self._collecting = threading.RLock()  # reentrant: a signal handler may make such a call
+        """Held from a call with ``collect="head"`` until its results are here: ranks keep those of the last one."""
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()
         self._open = self._is_parents = False  # _is_parents is True in a forked child
         self._has_same_gpus = False  # its workers see the GPUs that this program sees
@@ -321,12 +323,14 @@ class Compute(ShownAsTable):
                     self._stop()
 
     def _stop(self) -> None:
-        self._forwards.close()
-        self._devices.close()
-        self._actors.close()
-        self._scheduler.fail_all()
-        self._broadcasts.close()
-        close_all(self.hosts)
+        try:
+            self._forwards.close()
+            self._devices.close()
+            self._actors.close()
+            self._scheduler.fail_all()
+            self._broadcasts.close()
+        finally:
+            close_all(self.hosts)
         for node in self.hosts:
             self.events.emit(HostState(host=node.name, state="closed"))
 
@@ -375,7 +379,8 @@ class Compute(ShownAsTable):
             hint = 'collect="head" is for functions that return, in pools without results="data" and elastic gangs'
             raise UsageError(f"invalid collect={collect!r}", hint=hint)
         named = Call(call.function.rewrap(Naming), call.args, call.kwargs)
-        return assembled(self.broadcast(named), lambda wanted: self.broadcast(Function(take_kept)(wanted)))
+        with self._collecting:
+            return assembled(self.broadcast(named), lambda wanted: self.broadcast(Function(take_kept)(wanted)))
 
     def submit(self, call: Call[R], *, on: str = "one", keep: bool = False, gpus: _Gpus = None) -> Future[R]:
         """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.

@@ -243,7 +243,7 @@ class _Fetch:
                 self._fatal = error
         finally:
             with self._changed:
-                if tag is not None and tag not in self._names:
+                if tag is not None and not self._holders[tag]:
                     self._pending.appendleft(tag)
                 self._lanes -= 1
                 self._changed.notify_all()

@@ -116,7 +116,7 @@ class Forward:
             except (AuthenticationRefused, HostKeyRefused) as error:
                 self._say(f"port {self.port} is closed: {error.message}")
                 return False
-            except SkyfabError:
+            except (SkyfabError, OSError):  # OSError: this machine lacks processes, descriptors or space
                 pass
         return False
 

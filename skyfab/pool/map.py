@@ -76,8 +76,12 @@ class MapCall:
         """Gives every slot its first item. The future's result is a list in the items' order."""
         if not self._calls:
             self.future.settle([])
-        for _ in range(min(self._slots, len(self._calls))):
-            self._send()
+        try:
+            for _ in range(min(self._slots, len(self._calls))):
+                self._send()
+        except BaseException as error:
+            self._fail(error)
+            raise
         return self.future
 
     def _send(self) -> None:
@@ -95,6 +99,8 @@ class MapCall:
         task = Task(replace(self._each, arguments=arguments))
         task.each = True
         with self._lock:
+            if self.future.done():  # another group has failed while this one was packed
+                return
             self._running.add(task)
         Future.add_done_callback(task.future, lambda future: self._came(task, first, count, future))
         self._scheduler.add(task)

@@ -76,7 +76,7 @@ class Recovery:
                 session.open()
                 self._receive(node, session)
                 return
-            except SkyfabError:
+            except (SkyfabError, OSError):  # OSError: this machine lacks processes, descriptors or space
                 session.close()
             finally:
                 with self._lock:

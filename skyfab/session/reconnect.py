@@ -215,7 +215,7 @@ class Reconnector:
                     attempt.abandon()
             elif isinstance(attempt.error, HostUnfit):
                 return HostLost("it was restarted, or its agent was killed", host=attempt.error.host)
-            elif not isinstance(attempt.error, SkyfabError):
+            elif not isinstance(attempt.error, (SkyfabError, OSError)):  # OSError: this machine lacks processes
                 return attempt.error
         return None
 

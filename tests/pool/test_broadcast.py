@@ -210,6 +210,29 @@ def test_cancelling_stops_the_ranks_that_have_it_and_keeps_it_from_the_others() 
     assert stage.nodes[3].cancelled == [4], "it was sent in that moment"
 
 
+def test_a_generator_that_is_closed_while_it_is_being_sent_is_closed_there() -> None:
+    stage = Stage(1)
+    stage.call = Broadcast(packed(yields=True))
+    iterators = stage.call.iterators()
+    stage.begin()
+    [values] = iterators.result(0)
+    values.close()
+    stage.call.conversations[0].begin(stage.nodes[0], "gang1.0", 1)  # type: ignore[arg-type]
+    assert [message.what for message in stage.nodes[0].session.sent] == ["close"]
+    stage.answer(0, None)
+
+
+def test_a_generator_whose_iterators_nobody_has_is_closed() -> None:
+    stage = Stage(2)
+    stage.call = Broadcast(packed(yields=True))
+    stage.call.iterators()
+    stage.begin()
+    for node, conversation in zip(stage.nodes, stage.call.conversations, strict=True):
+        conversation.begin(node, "gang1.0", 1)  # type: ignore[arg-type]
+        assert [message.what for message in node.session.sent] == ["close"]
+        stage.answer(node.index, None)
+
+
 def test_after_the_others_are_stopped_it_is_not_sent_to_more(timers: list[Any]) -> None:
     stage = Stage(2)
     stage.begin()

@@ -65,3 +65,16 @@ def test_a_call_of_an_actor_says_that_the_pool_has_ended_it(open_pool: Callable[
     pool.close()
     with pytest.raises(sky.ActorLost, match="this program has ended it, or its pool"):
         call.result(60)
+
+
+def test_hosts_are_left_also_if_closing_raises(
+    open_pool: Callable[..., sky.Compute], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("a defect")
+
+    pool = open_pool()
+    monkeypatch.setattr(pool._broadcasts, "close", fail)
+    with pytest.raises(RuntimeError, match="a defect"):
+        pool.close()
+    assert pool.hosts[0].session.has_ended

@@ -15,18 +15,24 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from stage import labs
+from stage.fakes import FakeNode
 from stage.hub import COMMIT, Hub, Internet
 from stage.projects import inventory, skyfab
 from stage.spot import until
-from stage.threads import at_once
+from stage.threads import at_once, begin
 
 import skyfab as sky
+from skyfab.errors import Unreachable
 from skyfab.lab import Lab
+from skyfab.pool.fetch import _Fetch
+from skyfab.pool.hub import Found, HubFile
 from skyfab.session.fanout import meanwhile
-from skyfab.ui.events import Event, Moved, Notice
+from skyfab.ui.events import Event, Events, Moved, Notice
 
 pytestmark = pytest.mark.lab
 MIB = 1 << 20
@@ -485,3 +491,31 @@ def test_hosts_that_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch, tmp
             reports = pool.fetch("hf://org/model")
         assert (reports[0].downloaded, reports[1].from_here) == (MIB + len(CONFIG), MIB + len(CONFIG))
         assert on(lab, "node2") == files
+
+
+def test_a_download_that_fails_after_the_only_holder_was_lost() -> None:
+    file = HubFile("model.safetensors", "f" * 64, 10, "https://hub/model.safetensors")
+    holder, other = FakeNode(1), FakeNode(2)
+
+    class Stores:
+        """In place of the cache of a host: only the holder has the file, and nobody can download it."""
+
+        def __init__(self, node: Any) -> None:
+            self._names = [file.tag if node is holder else ""]
+
+        def find(self, *_: object) -> list[str]:
+            return self._names
+
+        def download(self, *_: object) -> str:
+            raise Unreachable("down")
+
+        def close(self) -> None: ...
+
+    relay: Any = SimpleNamespace(events=Events())
+    caches: Any = {node: Stores(node) for node in (holder, other)}
+    one: Any = _Fetch(Found(files=(file,)), caches, caches[other], relay, Stores)  # type: ignore[arg-type]
+    one._find()
+    one._places = [other, None]
+    one._drop(holder, sky.HostLost("gone", host="node1"))
+    with pytest.raises(sky.SkyfabError, match=r"cannot download model\.safetensors: node2: down"):
+        begin(one._next).result(10)

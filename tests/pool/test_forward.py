@@ -280,7 +280,7 @@ def test_what_becomes_of_a_port_is_told_until_a_login_is_refused(
 ) -> None:
     broken = SimpleNamespace(wait=lambda refused: sky.HostLost("it broke", host="here"), end=lambda: None)
     refused, away = AuthenticationRefused("no such key", host="here"), sky.HostLost("not yet", host="here")
-    attempts = [refused, broken, away, broken]
+    attempts = [refused, broken, OSError("no process can be started"), away, broken]
 
     def attempt(*_: object) -> Any:
         if isinstance(found := attempts.pop(), Exception):

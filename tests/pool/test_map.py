@@ -34,7 +34,7 @@ class FakeScheduler:
 
 class Stage:
     def __init__(self, items: list[Any], slots: int = 1, retries: int = 0, **options: Any) -> None:
-        self.scheduler = FakeScheduler(slots)
+        self.scheduler = options.pop("scheduler", None) or FakeScheduler(slots)
         function = sky.function(retries=retries)(len)
         calls = [function(item) for item in items]
         nothing, timeout = codec.Payload(b""), options.pop("timeout", None)
@@ -205,6 +205,27 @@ def test_an_item_that_cannot_be_pickled_ends_the_map() -> None:
     stage = Stage([1, stuck])
     stage.answer(0, 0.0)
     assert isinstance(stage.future.exception(0), sky.NotPicklable)
+
+
+def test_nothing_runs_after_an_item_that_cannot_be_pickled() -> None:
+    scheduler = FakeScheduler(slots=2)
+    with pytest.raises(sky.NotPicklable):
+        Stage([1, (each for each in ()), 3], scheduler=scheduler)
+    [task] = scheduler.tasks
+    assert task.future.cancelled()
+
+
+def test_an_item_that_is_being_packed_when_another_one_fails_does_not_run() -> None:
+    scheduler = FakeScheduler(slots=2)
+
+    class Item:
+        def __reduce__(self) -> Any:
+            scheduler.tasks[0].future.settle(None, ValueError("first"))
+            return str, ()
+
+    stage = Stage([1, Item()], scheduler=scheduler)
+    assert str(stage.future.exception(0)) == "first"
+    assert len(scheduler.tasks) == 1
 
 
 def test_the_future_reads_from_a_host_of_the_map() -> None:

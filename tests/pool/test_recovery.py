@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -120,6 +121,10 @@ def fail() -> None:
     raise sky.HostLost("not yet", host="node1")
 
 
+def fail_here() -> None:
+    raise BlockingIOError(errno.EAGAIN, "no process can be started")
+
+
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "skyfab-recovery"]
 
@@ -127,7 +132,7 @@ def threads() -> list[threading.Thread]:
 def test_a_host_that_cannot_be_reached_is_tried_until_it_can(node: LostNode, begin: Begin) -> None:
     before, found, events = node.session, list[Event](), Events()
     events.subscribe(found.append)
-    node.lost, node.attempts = None, [fail, fail]
+    node.lost, node.attempts = None, [fail, fail_here]
     home = begin(lambda _, accept: accept(), events)
     home.expect(node, GONE)  # type: ignore[arg-type]
     until(lambda: before.closed)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import socket
@@ -424,6 +425,17 @@ def test_attempts_come_apart_and_further_apart(bench: Bench) -> None:
     gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
     assert 0.06 < gaps[0] < 0.16
     assert all(0.4 < gap < 0.95 for gap in gaps[-3:])
+
+
+def test_an_attempt_that_this_machine_cannot_make_is_made_again(bench: Bench) -> None:
+    bench.open()
+    bench.break_stream()
+    bench.stream = Stream()
+    bench.agent.outcomes = [BlockingIOError(errno.EAGAIN, "no process can be started"), bench.stream]
+    bench.pass_time(3)
+    bench.stream.hello()
+    bench.pass_time(1)
+    assert bench.state is State.OPEN
 
 
 def test_attempts_are_limited_and_the_first_that_succeeds_is_used(

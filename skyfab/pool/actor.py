@@ -116,6 +116,7 @@ class Actor:
         self.generation = 0
         self._waiting: deque[_Submitted] = deque()
         self._in_progress = 0
+        self._is_advancing = False
         self._answered = 0.0
         """Time of the last reply."""
         self._seconds: dict[str, float] = {}
@@ -271,18 +272,28 @@ class Actor:
         return sent.conversation
 
     def _advance(self, *, everything: bool = False) -> None:
-        """Sends calls that wait, unless enough are in progress; or all of them."""
-        while self._waiting and (everything or self._in_progress < self._most):
-            group = self._next_group()
-            if not group:
-                continue
-            self._in_progress += 1
-            sent = _Group(self, group)
-            try:
-                packed = self._packed_group(group)
-                self._send(packed, sent, self._converse(packed, sent) if packed.converses else None)
-            except Exception as error:
-                sent.failed(error)
+        """Sends calls that wait, unless enough are in progress; or all of them.
+
+        Calls may fail meanwhile, which calls this again: that returns at once, and the loop continues.
+        """
+        if self._is_advancing:
+            return
+        self._is_advancing = True
+        try:
+            while self._waiting and (everything or self._in_progress < self._most):
+                if group := self._next_group():
+                    self._in_progress += 1
+                    self._send_group(group)
+        finally:
+            self._is_advancing = False
+
+    def _send_group(self, group: list[_Submitted]) -> None:
+        sent = _Group(self, group)
+        try:
+            packed = self._packed_group(group)
+            self._send(packed, sent, self._converse(packed, sent) if packed.converses else None)
+        except Exception as error:
+            sent.failed(error)
 
     def _packed_group(self, group: list[_Submitted]) -> PackedCall:
         """The message for several calls; for the first alone if one has a stream, or what cannot be pickled."""
@@ -366,9 +377,9 @@ class _Group(Reply):
     def failed(self, error: Exception) -> None:
         if isinstance(error, (HostLost, CallCancelled)):
             error = self._actor.lost(f"its host is lost: {error.message}")
-        self._actor.answered(self._calls[0].method, self._began, None, 1)
         for one in self._calls:
             self._settle(one, None, error)
+        self._actor.answered(self._calls[0].method, self._began, None, 1)
 
     def _deliver(self, one: _Submitted, message: messages.Message, buffers: list[memoryview]) -> None:
         about = {"host": self._actor.node.name, "rank": None, "label": one.future.label}

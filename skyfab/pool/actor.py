@@ -72,6 +72,8 @@ class Common:
     check: Callable[[Sequence[Any]], None]
     """Raises UsageError for handles of other pools."""
     gpus: Gpus
+    sync: Callable[[], object]
+    """Syncs the project's files, which new processes import, to all hosts. Waits for them."""
 
 
 @dataclass(slots=True)
@@ -152,10 +154,15 @@ class Actor:
             if self.generation:
                 self.node.release(self.worker)
 
-    def _check(self) -> None:
-        """Restarts a process that has ended, if restarts are left. Raises ActorLost; if it is closed, UsageError."""
+    def _prepare(self) -> None:
+        """Syncs the project's files if a call may start a process. Without the lock: the reader may wait for it."""
         if self._process != os.getpid():
             raise UsageError("this actor belongs to another process, and only that process can call it")
+        if self._restarts_left and not self.is_closed:
+            self._common.sync()
+
+    def _check(self) -> None:
+        """Restarts a process that has ended, if restarts are left. Raises ActorLost; if it is closed, UsageError."""
         if self.is_closed:
             hint = "call it while its pool is open, or create another one: compute.actor(…)"
             raise UsageError(f"the actor {self.label} was closed, or its pool", hint=hint)
@@ -184,6 +191,7 @@ class Actor:
     def call(self, method: str, call: Call[Any]) -> Any:
         """Calls a method and waits for its result."""
         refuse_to_block()
+        self._prepare()
         with SIGNAL_GUARD:
             reply = Reply()
             packed = self._packed(method, self._one, call)
@@ -215,6 +223,7 @@ class Actor:
 
     def submit(self, method: str, call: Call[Any]) -> CallFuture:
         """Calls a method; returns the future of its result."""
+        self._prepare()
         future = CallFuture()
         future.label = f"{self.label}.{method}"
         with SIGNAL_GUARD, self._lock:
@@ -226,6 +235,7 @@ class Actor:
 
     def iterate(self, method: str, call: Call[Any], owner: object = None) -> RemoteIterator[Any]:
         """Calls a method that yields values. `owner` must not be dropped before the iterator is."""
+        self._prepare()
         packed = replace(self._packed(method, self._one, call), yields=True, ahead=AHEAD)
         sent = _Group(self, [_Submitted(method, call, CallFuture())])
         begun: Conversation | None = None

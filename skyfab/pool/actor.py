@@ -72,6 +72,8 @@ class Common:
     check: Callable[[Sequence[Any]], None]
     """Raises UsageError for handles of other pools."""
     gpus: Gpus
+    sync: Callable[[], object]
+    """Syncs the project's files, which new processes import, to all hosts. Waits for them."""
 
 
 @dataclass(slots=True)
@@ -116,6 +118,7 @@ class Actor:
         self.generation = 0
         self._waiting: deque[_Submitted] = deque()
         self._in_progress = 0
+        self._is_advancing = False
         self._answered = 0.0
         """Time of the last reply."""
         self._seconds: dict[str, float] = {}
@@ -151,10 +154,15 @@ class Actor:
             if self.generation:
                 self.node.release(self.worker)
 
-    def _check(self) -> None:
-        """Restarts a process that has ended, if restarts are left. Raises ActorLost; if it is closed, UsageError."""
+    def _prepare(self) -> None:
+        """Syncs the project's files if a call may start a process. Without the lock: the reader may wait for it."""
         if self._process != os.getpid():
             raise UsageError("this actor belongs to another process, and only that process can call it")
+        if self._restarts_left and not self.is_closed:
+            self._common.sync()
+
+    def _check(self) -> None:
+        """Restarts a process that has ended, if restarts are left. Raises ActorLost; if it is closed, UsageError."""
         if self.is_closed:
             hint = "call it while its pool is open, or create another one: compute.actor(…)"
             raise UsageError(f"the actor {self.label} was closed, or its pool", hint=hint)
@@ -183,6 +191,7 @@ class Actor:
     def call(self, method: str, call: Call[Any]) -> Any:
         """Calls a method and waits for its result."""
         refuse_to_block()
+        self._prepare()
         with SIGNAL_GUARD:
             reply = Reply()
             packed = self._packed(method, self._one, call)
@@ -214,6 +223,7 @@ class Actor:
 
     def submit(self, method: str, call: Call[Any]) -> CallFuture:
         """Calls a method; returns the future of its result."""
+        self._prepare()
         future = CallFuture()
         future.label = f"{self.label}.{method}"
         with SIGNAL_GUARD, self._lock:
@@ -225,6 +235,7 @@ class Actor:
 
     def iterate(self, method: str, call: Call[Any], owner: object = None) -> RemoteIterator[Any]:
         """Calls a method that yields values. `owner` must not be dropped before the iterator is."""
+        self._prepare()
         packed = replace(self._packed(method, self._one, call), yields=True, ahead=AHEAD)
         sent = _Group(self, [_Submitted(method, call, CallFuture())])
         begun: Conversation | None = None
@@ -271,18 +282,28 @@ class Actor:
         return sent.conversation
 
     def _advance(self, *, everything: bool = False) -> None:
-        """Sends calls that wait, unless enough are in progress; or all of them."""
-        while self._waiting and (everything or self._in_progress < self._most):
-            group = self._next_group()
-            if not group:
-                continue
-            self._in_progress += 1
-            sent = _Group(self, group)
-            try:
-                packed = self._packed_group(group)
-                self._send(packed, sent, self._converse(packed, sent) if packed.converses else None)
-            except Exception as error:
-                sent.failed(error)
+        """Sends calls that wait, unless enough are in progress; or all of them.
+
+        Calls may fail meanwhile, which calls this again: that returns at once, and the loop continues.
+        """
+        if self._is_advancing:
+            return
+        self._is_advancing = True
+        try:
+            while self._waiting and (everything or self._in_progress < self._most):
+                if group := self._next_group():
+                    self._in_progress += 1
+                    self._send_group(group)
+        finally:
+            self._is_advancing = False
+
+    def _send_group(self, group: list[_Submitted]) -> None:
+        sent = _Group(self, group)
+        try:
+            packed = self._packed_group(group)
+            self._send(packed, sent, self._converse(packed, sent) if packed.converses else None)
+        except Exception as error:
+            sent.failed(error)
 
     def _packed_group(self, group: list[_Submitted]) -> PackedCall:
         """The message for several calls; for the first alone if one has a stream, or what cannot be pickled."""
@@ -366,9 +387,9 @@ class _Group(Reply):
     def failed(self, error: Exception) -> None:
         if isinstance(error, (HostLost, CallCancelled)):
             error = self._actor.lost(f"its host is lost: {error.message}")
-        self._actor.answered(self._calls[0].method, self._began, None, 1)
         for one in self._calls:
             self._settle(one, None, error)
+        self._actor.answered(self._calls[0].method, self._began, None, 1)
 
     def _deliver(self, one: _Submitted, message: messages.Message, buffers: list[memoryview]) -> None:
         about = {"host": self._actor.node.name, "rank": None, "label": one.future.label}

@@ -196,7 +196,11 @@ class Compute(ShownAsTable):
         self._nodes = Nodes(self._images, Workdirs(workdir), timing, self.events, self._scheduler, self._sync)
         self._broadcasts = Broadcasts(self._images, ranks, self._nodes.job, timing, self.events, untrusted=untrusted)
         self._devices = Devices(self._nodes.solo_spec, self._images.plugins, self.events, untrusted=untrusted)
-        self._actors = Actors(self._scheduler.gpus, self._images.plugins, self.events, untrusted=untrusted)
+        self._sync_tree = functools.partial(self._sync.digest, self._scheduler.use_tree)
+        """Syncs the project's files to every host; returns the tree's digest."""
+        self._actors = Actors(
+            self._scheduler.gpus, self._images.plugins, self.events, self._sync_tree, untrusted=untrusted
+        )
         self.relay = self._broadcasts.relay = self._sync.relay = Relay(self._nodes.solo_spec, self.events)
         self.files = Files(self._nodes.solo_spec, self.relay)
         self._images.deliver = functools.partial(deliver, self._nodes, self.relay)
@@ -601,7 +605,7 @@ class Compute(ShownAsTable):
         nodes = self.hosts if on == "one" else [named(self.hosts, on)]
         limits = Limits(gpus=gpus, concurrency=concurrency, restarts=restarts)
         made = Function(construct)(kind, args, kwargs, sources=sources_of(kind))
-        return self._actors.make(made, nodes, self._sync_tree, limits)
+        return self._actors.make(made, nodes, limits)
 
     def executor(self, gpus: float = 0) -> PoolExecutor:
         """The pool as a `concurrent.futures.Executor`, with all slots of all hosts (docs/engines.md).
@@ -812,10 +816,6 @@ class Compute(ShownAsTable):
         if not self._open:
             raise UsageError("the pool is not open", hint="call it inside the block: with sky.Compute(…) as compute: …")
         SIGNAL_GUARD.wrap()
-
-    def _sync_tree(self) -> str:
-        """Syncs the project's files to every host; returns the tree's digest."""
-        return self._sync.digest(self._scheduler.use_tree)
 
     @without_signals
     def __del__(self) -> None:

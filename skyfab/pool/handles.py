@@ -101,9 +101,13 @@ def _drop(actor: Actor) -> None:
 class Actors:
     """The actors of a pool."""
 
-    def __init__(self, gpus: Gpus, plugins: tuple[Any, ...], events: Events, *, untrusted: bool) -> None:
-        """`gpus` chooses their hosts."""
-        self._common = Common(plugins=plugins, events=events, untrusted=untrusted, check=self.check, gpus=gpus)
+    def __init__(
+        self, gpus: Gpus, plugins: tuple[Any, ...], events: Events, sync: Callable[[], object], *, untrusted: bool
+    ) -> None:
+        """`gpus` chooses their hosts. `sync` sends these the project's files."""
+        self._common = Common(
+            plugins=plugins, events=events, untrusted=untrusted, check=self.check, gpus=gpus, sync=sync
+        )
         self._numbers = itertools.count(1)
         self._served: set[tuple[object, str, int]] = set()
         """Processes that have handles."""
@@ -111,7 +115,7 @@ class Actors:
         """By the name of their worker."""
         self._offered: weakref.WeakValueDictionary[str, Offered] = weakref.WeakValueDictionary()
 
-    def make(self, made: Call[Any], nodes: Sequence[Node], tree: Callable[[], str], limits: Limits) -> Handle:
+    def make(self, made: Call[Any], nodes: Sequence[Node], limits: Limits) -> Handle:
         """Starts an actor on one of the nodes, and waits until `made` has made its object. Raises what that raises."""
         limits.check()
         kind, _, options = made.args
@@ -124,7 +128,6 @@ class Actors:
         worker = f"actor.{next(self._numbers)}"
 
         def place() -> tuple[Node, WorkerSpec]:
-            tree()
             slot = self._common.gpus.reserve(worker, nodes, limits.gpus, f"the actor {label}")
             return slot.node, replace(slot.spec, pipelined=True, threads=limits.concurrency)
 
@@ -132,6 +135,7 @@ class Actors:
         self.check(found)
         function = pack_function(made.function, self._common.plugins)
         packed = PackedCall(function=function, arguments=arguments, label=label, found=found)
+        self._common.sync()
         actor = Actor(worker, kind, packed, place, limits, self._common)
         self._actors[worker] = actor
         actor.start()

@@ -655,6 +655,24 @@ def test_a_process_is_killed_while_calls_wait(compute: sky.Compute, restarts: in
         assert bool(restarts) == (len(lost) < 100)
 
 
+def test_an_actor_is_made_again_for_calls_that_wait_although_a_file_has_changed(compute: sky.Compute) -> None:
+    with compute.actor(Slow, restarts=1) as slow:
+        pid = slow.pid()
+        futures = [slow.nap.submit(seconds) for seconds in (60, *[0] * 20)]
+        compute._sync.tree = None  # as after an edit: the thread that reads cannot wait until all hosts have it
+        os.kill(pid, signal.SIGKILL)
+        assert futures[-1].result(60) > 0
+
+
+def test_more_calls_wait_for_a_lost_actor_than_functions_may_be_nested(compute: sky.Compute) -> None:
+    with compute.actor(Slow, concurrency=2) as slow:  # each call has a message of its own
+        pid = slow.pid()
+        futures = [slow.nap.submit(60) for _ in range(1000)]
+        os.kill(pid, signal.SIGKILL)
+        assert not wait(futures, timeout=60).not_done
+        assert {type(future.exception()) for future in futures} == {sky.ActorLost}
+
+
 class Interrupted(Exception):
     pass
 

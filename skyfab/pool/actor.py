@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.call import AHEAD, Call, Function, check_gpus
-from skyfab.calls.pack import PackedCall, PackedFunction, pack_function, pack_streams
+from skyfab.calls.pack import PackedCall, pack_arguments, pack_function, pack_streams
 from skyfab.calls.results import deliver, unpack_result
 from skyfab.calls.stream import parameters, streamed
 from skyfab.context import yields
@@ -81,8 +81,10 @@ class _Submitted:
     """A call that waits to be sent, or for its reply."""
 
     method: str
-    call: Call[Any]
+    packed: PackedCall
     future: CallFuture
+    conversation: Conversation | None = None
+    """The exchanges with it: the values that it yields, and the streams among its arguments."""
 
 
 class Actor:
@@ -194,7 +196,7 @@ class Actor:
         self._prepare()
         with SIGNAL_GUARD:
             reply = Reply()
-            packed = self._packed(method, self._one, call)
+            packed = self._packed(method, call)
             if packed.converses:
                 return self.submit(method, call).result()
             with self._lock:
@@ -222,28 +224,36 @@ class Actor:
         return result
 
     def submit(self, method: str, call: Call[Any]) -> CallFuture:
-        """Calls a method; returns the future of its result."""
+        """Calls a method with its arguments as they are now; returns the future of its result."""
         self._prepare()
         future = CallFuture()
         future.label = f"{self.label}.{method}"
-        with SIGNAL_GUARD, self._lock:
-            self._check()
-            future.node = self.node
-            self._waiting.append(_Submitted(method, call, future))
-            self._advance()
+        with SIGNAL_GUARD:
+            try:
+                packed = self._packed(method, call)
+            except Exception as error:
+                future.settle(error=error)
+                return future
+            with self._lock:
+                self._check()
+                future.node = self.node
+                conversation = self._converse(packed, future) if packed.converses else None
+                self._waiting.append(_Submitted(method, packed, future, conversation))
+                self._advance()
         return future
 
     def iterate(self, method: str, call: Call[Any], owner: object = None) -> RemoteIterator[Any]:
         """Calls a method that yields values. `owner` must not be dropped before the iterator is."""
         self._prepare()
-        packed = replace(self._packed(method, self._one, call), yields=True, ahead=AHEAD)
-        sent = _Group(self, [_Submitted(method, call, CallFuture())])
+        packed = replace(self._packed(method, call), yields=True, ahead=AHEAD)
+        future = CallFuture()
         begun: Conversation | None = None
         try:
             with SIGNAL_GUARD:
                 with self._lock:
                     self._advance(everything=True)
-                    conversation = self._converse(packed, sent)
+                    conversation = self._converse(packed, future)
+                    sent = _Group(self, [_Submitted(method, packed, future, conversation)])
                     self._send(packed, sent, conversation)
                     self._in_progress += 1
                     begun = conversation
@@ -264,22 +274,22 @@ class Actor:
             found = self._methods[method] = (yields(fn), parameters(fn))
         return found
 
-    def _packed(self, method: str, function: PackedFunction, call: Call[Any]) -> PackedCall:
+    def _packed(self, method: str, call: Call[Any]) -> PackedCall:
         label, places = f"{self.label}.{method}", self._about(method)[1]
         if places:  # the method's name has the place of its parameter `self`
             call = Call(call.function, *streamed(places, call.args, call.kwargs))
         arguments, found = pack_named(call, label, self._kind, method)
         self._common.check(found)
-        return PackedCall(function=function, arguments=arguments, label=label, found=found)
+        return PackedCall(function=self._one, arguments=arguments, label=label, found=found)
+
+    def _converse(self, packed: PackedCall, future: CallFuture) -> Conversation:
+        """The exchanges with a call that is sent alone."""
+        [conversation] = converse(packed, [future], untrusted=self.untrusted)
+        return conversation
 
     def _send(self, packed: PackedCall, caller: Reply, reader: Conversation | None = None) -> None:
         self._check()
         self.node.call(self.worker, self._spec, packed, caller=caller, store="none", reader=reader)
-
-    def _converse(self, packed: PackedCall, sent: _Group) -> Conversation:
-        """The exchanges with a call that is sent alone."""
-        [sent.conversation] = converse(packed, [sent.future], untrusted=self.untrusted)
-        return sent.conversation
 
     def _advance(self, *, everything: bool = False) -> None:
         """Sends calls that wait, unless enough are in progress; or all of them.
@@ -300,23 +310,19 @@ class Actor:
     def _send_group(self, group: list[_Submitted]) -> None:
         sent = _Group(self, group)
         try:
-            packed = self._packed_group(group)
-            self._send(packed, sent, self._converse(packed, sent) if packed.converses else None)
+            self._send(self._packed_group(group), sent, group[0].conversation)
         except Exception as error:
             sent.failed(error)
 
     def _packed_group(self, group: list[_Submitted]) -> PackedCall:
-        """The message for several calls; for the first alone if one has a stream, or what cannot be pickled."""
-        method = group[0].method
-        if len(group) > 1:
-            each = [(one.call.args[1:], one.call.kwargs) for one in group]
-            with suppress(NotPicklable):
-                packed = self._packed(method, self._several, _INVOKE_ALL(method, each))
-                if not packed.converses:
-                    return packed
-            self._waiting.extendleft(reversed(group[1:]))
-            del group[1:]
-        return self._packed(method, self._one, group[0].call)
+        """The message for several calls."""
+        first = group[0].packed
+        if len(group) == 1:
+            return first
+        found = [handle for one in group for handle in one.packed.found]
+        each = [(one.packed.arguments.data, *map(bytearray, one.packed.arguments.buffers)) for one in group]
+        arguments = pack_arguments(_INVOKE_ALL(each))
+        return PackedCall(function=self._several, arguments=arguments, label=first.label, found=found)
 
     def _next_group(self) -> list[_Submitted]:
         """The next calls that are sent in one message. From then on, they cannot be cancelled."""
@@ -325,6 +331,8 @@ class Actor:
         seconds = self._seconds.get(method, _WORTH)
         most = min(self._together, int(_WORTH / max(seconds, 1e-6)))
         while len(group) < most and self._waiting and self._waiting[0].method == method:
+            if group[0].conversation or self._waiting[0].conversation:  # a call with a stream is sent alone
+                break
             group.append(self._waiting.popleft())
         return [one for one in group if one.future.start()]
 
@@ -350,23 +358,16 @@ class Actor:
 class _Group(Reply):
     """Calls in one message: the `Caller` of the actor's node."""
 
-    __slots__ = ("_actor", "_began", "_calls", "conversation")
+    __slots__ = ("_actor", "_began", "_calls")
 
     def __init__(self, actor: Actor, calls: Sequence[_Submitted]) -> None:
         super().__init__()
         self._actor = actor
         self._calls = calls
         self._began = time.monotonic()
-        self.conversation: Conversation | None = None
-        """The exchanges with a single call: the values that it yields, and the streams among its arguments."""
-
-    @property
-    def future(self) -> CallFuture:
-        """That of its first call."""
-        return self._calls[0].future
 
     def answered(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        method, label = self._calls[0].method, self.future.label
+        method, label = self._calls[0].method, self._calls[0].future.label
         if len(self._calls) == 1:
             self._actor.answered(method, self._began, None, 1)
             self._deliver(self._calls[0], message, buffers)
@@ -396,10 +397,10 @@ class _Group(Reply):
         deliver(functools.partial(self._settle, one), message, buffers, unpack=self._actor.value, **about)
 
     def _settle(self, one: _Submitted, result: Any, error: Exception | None) -> None:
-        if self.conversation is None:
+        if one.conversation is None:
             one.future.settle(result, error)
         else:
-            self.conversation.end(result, error)
+            one.conversation.end(result, error)
 
 
 def pack_named(call: Call[Any], label: str, kind: Any, method: str) -> tuple[codec.Payload, tuple[Any, ...]]:

@@ -91,20 +91,15 @@ class ThreadTunnel:
         self._listener.settimeout(_INTERVAL)
 
     def wait(self, refused: Refused) -> Exception:
-        threads: list[threading.Thread] = []
         while not self._ended and self._is_alive():
             with contextlib.suppress(OSError):  # most often the timeout
                 accepted, _ = self._listener.accept()
-                threads = [thread for thread in threads if thread.is_alive()]
-                threads.append(threading.Thread(target=self._serve, args=(accepted, refused), daemon=True))
-                threads[-1].start()
+                threading.Thread(target=self._serve, args=(accepted, refused), daemon=True).start()
         self._ended = True
         self._listener.close()
         with self._lock:
             for one in self._open:
                 _close(one)
-        for thread in threads:
-            thread.join()
         return HostLost("the connection ended")
 
     def end(self) -> None:
@@ -123,12 +118,14 @@ class ThreadTunnel:
             channel = self._connect()
         except OSError as error:
             accepted.close()
-            refused((error.strerror or str(error)).lower())
+            if not self._ended:
+                refused((error.strerror or str(error)).lower())
             return
         with self._lock:
             self._open |= {accepted, channel}
             if self._ended:
                 _close(accepted)
+                _close(channel)
         back = threading.Thread(target=_pass_on, args=(channel, accepted), daemon=True)
         back.start()
         _pass_on(accepted, channel)

@@ -96,6 +96,44 @@ def test_calls_run_in_the_order_of_their_submission(compute: sky.Compute) -> Non
         assert all(future.done() for future in futures)
 
 
+def test_submitted_calls_have_the_arguments_of_their_submission(compute: sky.Compute) -> None:
+    class Reader:
+        def read(self, values: list[int]) -> list[int]:
+            time.sleep(0.001)  # later calls wait meanwhile
+            return values
+
+    with compute.actor(Reader) as reader:
+        values: list[int] = []
+        futures = []
+        for number in range(50):
+            values.append(number)
+            futures.append(reader.read.submit(values))
+        assert [len(future.result()) for future in futures] == list(range(1, 51))
+
+
+def test_arrays_of_calls_that_are_sent_together_may_be_changed(compute: sky.Compute) -> None:
+    import numpy as np
+
+    class Filler:
+        def fill(self, values: Any, value: int) -> int:
+            values[:] = value
+            return int(values[-1])
+
+    with compute.actor(Filler) as filler:
+        for length in (10, 10_000, 200_000):
+            futures = [filler.fill.submit(np.zeros(length), number) for number in range(50)]
+            assert [future.result() for future in futures] == list(range(50))
+
+
+def test_a_stream_is_for_one_call_also_while_both_wait(compute: sky.Compute) -> None:
+    with compute.actor(Shop) as shop:
+        one = sky.stream(iter(range(3)))
+        first, second = [shop.summed.submit(one) for _ in range(2)]
+        assert first.result() == 3
+        with pytest.raises(sky.UsageError, match="has read this stream"):
+            second.result()
+
+
 def test_each_of_many_calls_has_its_own_outcome(compute: sky.Compute) -> None:
     with compute.actor(Account) as account:
         wait(futures := [account.fail_at.submit(number, 700) for number in range(1500)])

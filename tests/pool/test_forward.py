@@ -29,7 +29,7 @@ from skyfab.lab import Lab
 from skyfab.pool import forward as module
 from skyfab.pool.forward import Forward, Forwards
 from skyfab.ssh.process import ProcessStream
-from skyfab.ssh.tunnel import ProcessTunnel
+from skyfab.ssh.tunnel import ProcessTunnel, ThreadTunnel
 from skyfab.ui.events import Event, Events, Notice
 
 MB = 1_000_000
@@ -381,6 +381,27 @@ def test_what_ssh_reports_about_connections_is_passed_on() -> None:
     reasons: list[str] = []
     assert "hello" in str(ProcessTunnel(stream).wait(reasons.append))
     assert reasons == ["connection refused", "unknown"]
+
+
+def test_a_tunnel_that_ends_does_not_wait_for_connections_that_are_being_made() -> None:
+    asked, reached, (channel, there) = threading.Event(), threading.Event(), socket.socketpair()
+
+    def connect() -> socket.socket:
+        asked.set()
+        reached.wait(60)
+        return channel
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    tunnel = ThreadTunnel(port, connect)
+    ended = begin(lambda: tunnel.wait(lambda reason: None))
+    with there, socket.create_connection(("127.0.0.1", port)) as here:
+        assert asked.wait(30)
+        tunnel.end()
+        assert str(ended.result(30)) == "the connection ended"
+        reached.set()
+        assert there.recv(1) == b""
+        assert is_ended(here)
 
 
 def test_a_server_that_forbids_forwarding_is_named(open_here: Open, said: list[Event]) -> None:

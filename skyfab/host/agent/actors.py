@@ -88,19 +88,20 @@ async def _caught(coroutine: Any) -> tuple[Any, BaseException | None]:
         return None, error
 
 
-def invoke_all(name: str, calls: list[tuple[tuple[Any, ...], dict[str, Any]]]) -> tuple[float, list[Any]]:
-    """Calls a method several times.
+def invoke_all(calls: list[tuple[Any, ...]]) -> tuple[float, list[Any]]:
+    """Calls a method several times, each time with the pickled arguments of `invoke`.
 
     Returns the seconds that it took, and for each call its pickled result, or a list with the reply if it has raised.
     """
     began = time.perf_counter()
-    found = [_outcome(name, arguments, options) for arguments, options in calls]
+    found = [_outcome(*call) for call in calls]
     return time.perf_counter() - began, found
 
 
-def _outcome(name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Any:
+def _outcome(*packed: Any) -> Any:
     try:
-        payload = codec.dumps(invoke(name, *arguments, **options))
+        *arguments, options = codec.loads(packed[0], packed[1:])
+        payload = codec.dumps(invoke(*arguments, **options or {}))
     except SystemExit as error:
         return [exited(error).encode()]
     except BaseException as error:  # also KeyboardInterrupt: it must not end the other calls

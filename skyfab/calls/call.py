@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, Literal, NoReturn, ParamS
 from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.stream import parameters
 from skyfab.context import yields
-from skyfab.errors import UsageError
+from skyfab.errors import NotPicklable, UsageError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -255,7 +255,7 @@ class Group:
         try:
             for call in self.calls:
                 with SIGNAL_GUARD:  # what was started is known here, to be cancelled
-                    futures.append(submit(call))
+                    futures.append(self._start(call, submit))
             if self.stream:
                 stream = _stream(futures, futures if self.ordered else as_completed(futures), self.errors)
                 next(stream)  # start the generator, so that dropping it cancels the rest
@@ -264,6 +264,16 @@ class Group:
         except BaseException:
             _cancel(futures)
             raise
+
+    def _start(self, call: Call[Any], submit: Callable[[Call[Any]], Future[Any]]) -> Future[Any]:
+        try:
+            return submit(call)
+        except NotPicklable as error:
+            if self.errors == "raise":
+                raise
+            failed: Future[Any] = Future()
+            failed.set_exception(error)
+            return failed
 
 
 def _stream(futures: Sequence[Future[Any]], order: Iterable[Future[Any]], errors: Errors) -> Iterator[Any]:

@@ -153,7 +153,7 @@ def walk(top: bytes, place: bytes, skipped: list[Skip], keeps: Keeps | None = No
             except (FileNotFoundError, NotADirectoryError):
                 skipped.append((inner, "removed while it was read"))
                 continue
-            except PermissionError:
+            except OSError:
                 if inner == place:
                     raise
                 skipped.append((inner, "not readable"))
@@ -198,7 +198,7 @@ def _entry(child: os.DirEntry[bytes], path: bytes, base: int, skipped: list[Skip
     except FileNotFoundError:
         skipped.append((path, _MISSING))
         return None
-    except PermissionError:
+    except OSError:
         skipped.append((path, "not readable"))
         return None
     if not stat.S_ISREG(about.st_mode) and not stat.S_ISDIR(about.st_mode):

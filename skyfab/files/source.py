@@ -66,13 +66,13 @@ class Source:
 
     def digest(self, number: int, size: int) -> str:
         """The sha256 of the first `size` bytes of a file; empty if it has fewer. A large one stays open for `piece`."""
-        if number in self._large:
-            self._hold(number)
-            return "" if self._held is None else digest_of(self._held[1], size)
         try:
+            if number in self._large:
+                self._hold(number)
+                return "" if self._held is None else digest_of(self._held[1], size)
             with self._open(number) as (fd, _):
                 return digest_of(fd, size)
-        except (FileNotFoundError, PermissionError):
+        except OSError:
             return ""
 
     def _hold(self, number: int) -> None:
@@ -94,8 +94,8 @@ class Source:
             if stat.S_ISREG(os.fstat(fd).st_mode) and self.is_same(self.paths[number]):
                 return self._held[2]
             self.close()  # a folder or a named pipe has taken its place, or a link to another file
-        except (FileNotFoundError, PermissionError):
-            pass
+        except OSError:
+            self.close()
         return GONE, 0
 
     def close(self) -> None:
@@ -115,7 +115,7 @@ class Source:
         for number in numbers:
             try:
                 content, modified = self._version(number)
-            except (FileNotFoundError, PermissionError):
+            except OSError:
                 found.append([number, GONE, 0])
                 continue
             if len(content) > min(room, SMALL):
@@ -138,7 +138,11 @@ class Source:
                 while len(content) not in (size, SMALL + 1) and (more := os.read(fd, SMALL + 1 - len(content))):
                     content += more  # it has grown; or it is one of /proc, which have no size
                 is_settled = len(content) > size == 0 or time.time_ns() - modified > _RECENT
-                if _state(fd) == (size, modified) and (is_settled or os.pread(fd, len(content) + 1, 0) == content):
+                is_same = _state(fd) == (size, modified)
+                if is_same and is_settled:
+                    return content, modified
+                is_whole = (is_same or size > 0) and len(content) >= size
+                if is_whole and os.pread(fd, len(content) or 1, 0) == content:  # lines may have been appended
                     return content, modified
         raise FileNotFoundError
 
@@ -149,10 +153,13 @@ class Source:
         if self._held is None or self._held[0] != number:
             return True, b""
         _, fd, state = self._held
-        data = os.pread(fd, size, at)
-        while 0 < len(data) < size and (more := os.pread(fd, size - len(data), at + len(data))):
-            data += more
-        return len(data) < size or _state(fd) != state, data
+        try:
+            data = os.pread(fd, size, at)
+            while 0 < len(data) < size and (more := os.pread(fd, size - len(data), at + len(data))):
+                data += more
+            return len(data) < size or _state(fd) != state, data
+        except OSError:
+            return True, b""
 
     @contextlib.contextmanager
     def _open(self, number: int) -> Iterator[tuple[int, os.stat_result]]:
@@ -227,7 +234,7 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
             places.add(place)
             try:
                 yield from walk(match, place, skipped, is_new)
-            except PermissionError:
+            except OSError:
                 if is_named:
                     raise
                 skipped.append((place, "not readable"))

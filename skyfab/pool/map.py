@@ -85,15 +85,22 @@ class MapCall:
         return self.future
 
     def _send(self) -> None:
-        with self._lock:
-            if self.future.done() or self._next == len(self._calls):
-                return
-            rest = len(self._calls) - self._next
-            count = max(1, min(self._size, self._most, -(-rest // (2 * self._slots))))
-            first = self._next
-            self._next += count
-        group = self._calls[first : first + count]
-        arguments = _pack(group)
+        """Sends the next group. Items that cannot be pickled are an error, or have it as their result."""
+        while True:
+            with self._lock:
+                if self.future.done() or self._next == len(self._calls):
+                    return
+                rest = len(self._calls) - self._next
+                count = max(1, min(self._size, self._most, -(-rest // (2 * self._slots))))
+                first = self._next
+                self._next += count
+            try:
+                arguments = _pack(self._calls, first, count)
+                break
+            except Exception as error:
+                if self._errors == "raise":
+                    raise
+                self._store(first, [error])
         if count == 1 and arguments.size * self._most > _BYTES:
             self._most = max(1, _BYTES // arguments.size)
         task = Task(replace(self._each, arguments=arguments))
@@ -123,22 +130,24 @@ class MapCall:
             return
         spent, values = found
         with self._lock:
-            self._results[first : first + count] = values
-            self._left -= count
-            done = not self._left
-            now = time.monotonic()
-            self._size = self._worthwhile(count, spent, now - task.started)
-        if done or now >= self._tell_at:
-            self._tell_at = now + _PACE
-            self._progress(len(self._calls) - self._left, False)
-        if done:
-            self.future.settle(self._results)
-            return
+            self._size = self._worthwhile(count, spent, time.monotonic() - task.started)
+        self._store(first, values)
         try:
             self._send()
             self._send()  # one more, so that the host has work while the next reply is in transit
         except Exception as unsent:
             self._fail(unsent)
+
+    def _store(self, first: int, values: Sequence[Any]) -> None:
+        with self._lock:
+            self._results[first : first + len(values)] = values
+            self._left -= len(values)
+            done = not self._left
+        if done or time.monotonic() >= self._tell_at:
+            self._tell_at = time.monotonic() + _PACE
+            self._progress(len(self._calls) - self._left, False)
+        if done:
+            self.future.settle(self._results)
 
     def _worthwhile(self, count: int, spent: float, elapsed: float) -> int:
         """The size of the next groups: enough work to outweigh the round trip."""
@@ -192,13 +201,18 @@ def _short(arguments: tuple[Any, ...]) -> str:
     return printable(" ".join(text.split()))[:_LONGEST]
 
 
-def _pack(group: Sequence[Call[Any]]) -> codec.Payload:
-    """The arguments of several calls in one payload. Raises NotPicklable, naming the argument."""
+def _pack(calls: Sequence[Call[Any]], first: int, count: int) -> codec.Payload:
+    """The arguments of several calls in one payload. Raises NotPicklable, naming the item and its argument."""
+    group = calls[first : first + count]
     try:
         return codec.dumps(([call.args for call in group], None))
     except Exception:
-        for call in group:
-            pack_arguments(call)
+        for index, call in enumerate(group, first):
+            try:
+                pack_arguments(call)
+            except Exception as error:
+                _say_which(error, calls, index, 1)
+                raise
         raise
 
 

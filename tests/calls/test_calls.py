@@ -17,6 +17,7 @@ import pickle
 import re
 import signal
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -216,6 +217,12 @@ def test_exceptions_are_results_where_they_are_to_be_returned(pool: sky.Compute)
     found = pool.map(divide, [2, 0, 3], errors="return")
     assert (found[0], type(found[1]), found[2]) == (3, ZeroDivisionError, 2)
     assert isinstance(found[1].__cause__, sky.RemoteTraceback)
+    locked = threading.Lock()
+    assert [*map(type, pool.map(divide, [2, locked, 3, locked], errors="return"))] == [int, sky.NotPicklable] * 2
+    assert [*map(type, pool.gather(sky.gather(divide(2), divide(locked), errors="return")))] == [int, sky.NotPicklable]
+    with pytest.raises(sky.NotPicklable) as refused:
+        pool.map(divide, [2, 3, locked, 1])
+    assert vars(refused.value)["item_index"] == 2
     for wrong_word in (pool.map, lambda *_, errors: sky.gather(errors=errors)):
         with pytest.raises(sky.UsageError, match="invalid errors='ignore': expected 'raise' or 'return'"):
             wrong_word(divide, [1], errors="ignore")  # type: ignore[operator]

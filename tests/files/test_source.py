@@ -134,6 +134,14 @@ def test_a_small_file_that_changes_while_it_is_read_is_read_once_more(
     assert source.pack([0], 100) == (([[0, len(content), later]], content) if times == 1 else ([[0, GONE, 0]], b""))
 
 
+def test_what_an_error_of_the_disk_makes_unreadable_is_left_out(top: Path) -> None:
+    (top / "bb").symlink_to("/proc/self/mem")  # reading fails with EIO, as on a broken disk
+    with contextlib.closing(Source(list(walk(os.fsencode(top), b"", [])), [])) as source:
+        assert len(source.rows()[0]) == 6
+        assert [size for _, size, _ in source.pack([0, 1, 2], 100)[0]] == [10, 10, GONE]
+        assert source.digest(2, 5) == ""
+
+
 def test_pieces_are_of_the_file_that_was_opened_for_the_first_one(source: Source, top: Path) -> None:
     source.rows()
     assert source.piece(0, 5, 5) == (True, b""), "none was opened"

@@ -15,7 +15,7 @@ from skyfab._util.suggest import nearest
 from skyfab.calls.call import Call
 from skyfab.calls.pack import PackedCall, pack_function
 from skyfab.calls.stream import Offered, found_in_call
-from skyfab.errors import SkyfabError, UsageError
+from skyfab.errors import ActorLost, SkyfabError, UsageError
 from skyfab.host.agent.actors import Methods, RemoteHandle
 from skyfab.pool.actor import INVOKE, Actor, Common, Limits, pack_named
 from skyfab.pool.futures import CallFuture
@@ -105,14 +105,19 @@ class Actors:
         self, gpus: Gpus, plugins: tuple[Any, ...], events: Events, sync: Callable[[], object], *, untrusted: bool
     ) -> None:
         """`gpus` chooses their hosts. `sync` sends these the project's files."""
+        self._actors: dict[str, Actor] = {}
         self._common = Common(
-            plugins=plugins, events=events, untrusted=untrusted, check=self.check, gpus=gpus, sync=sync
+            plugins=plugins,
+            events=events,
+            untrusted=untrusted,
+            check=self.check,
+            gpus=gpus,
+            actors=self._actors,
+            sync=sync,
         )
         self._numbers = itertools.count(1)
         self._served: set[tuple[object, str, int]] = set()
         """Processes that have handles."""
-        self._actors: dict[str, Actor] = {}
-        """By the name of their worker."""
         self._offered: weakref.WeakValueDictionary[str, Offered] = weakref.WeakValueDictionary()
 
     def make(self, made: Call[Any], nodes: Sequence[Node], limits: Limits) -> Handle:
@@ -147,7 +152,7 @@ class Actors:
             if isinstance(one, Offered) and self._common.untrusted:
                 raise UsageError('hosts cannot use objects of this program with results="data"')
             actor = one._actor if isinstance(one, Handle) else None  # noqa: SLF001 - a class of this module
-            if actor is not None and self._actors.get(actor.worker) is not actor:
+            if actor is not None and actor.common is not self._common:
                 raise UsageError(f"{one!r} belongs to another pool", hint="pass it to functions of its own pool")
 
     def on_found(self, node: Node, worker: str, generation: int, found: Sequence[Any]) -> None:
@@ -164,14 +169,16 @@ class Actors:
             _Server(self, node, worker).ask()
 
     def find(self, worker: str) -> Actor | Offered:
-        """What a handle that a host has calls: an actor, or an object of this program."""
-        return self._offered.get(worker) or self._actors[worker]
+        """What a handle that a host has calls: an actor, or an object of this program. Raises ActorLost."""
+        found = self._offered.get(worker) or self._actors.get(worker)
+        if found is None:
+            raise ActorLost("the actor is lost: this program has ended it, or its pool")
+        return found
 
     def close(self) -> None:
         """The pool closes: its actors can no longer be called."""
         for actor in list(self._actors.values()):
             actor.close()
-        self._actors.clear()
 
 
 def _check_options(kind: Any, label: str, options: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -455,6 +456,28 @@ def test_a_handle_elsewhere(compute: sky.Compute) -> None:
 
     with compute.actor(Account) as account, pytest.raises(TypeError, match="argument of a call"):
         pickle.dumps(account)
+
+
+def test_nothing_keeps_what_a_closed_actor_was_made_with(compute: sky.Compute) -> None:
+    import numpy as np
+
+    before = set(compute._actors._actors)
+    cargo = np.zeros(10_000)
+    kept = weakref.ref(cargo)
+    with compute.actor(list, cargo) as actor:
+        assert len(actor) == 10_000
+    del cargo
+    until(lambda: kept() is None)
+    with pytest.raises(TypeError):
+        compute.actor(len, 5)
+    assert before.issuperset(compute._actors._actors)
+
+
+def test_a_function_that_calls_a_closed_actor_gets_an_error(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account:
+        assert sky.function(lambda one: one.add())(account) >> compute == 1
+    with pytest.raises(sky.ActorLost, match="this program has ended it"):
+        sky.function(lambda one: one.add())(account) >> compute
 
 
 def test_an_actor_that_is_dropped_ends(compute: sky.Compute) -> None:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import copyreg
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from skyfab._util.signals import without_signals
 from skyfab._util.suggest import nearest
 from skyfab.calls.call import Call
-from skyfab.calls.pack import PackedCall, pack_function
+from skyfab.calls.pack import PackedCall, collect, pack_function
 from skyfab.calls.stream import Offered, found_in_call
+from skyfab.context import in_a_rank
 from skyfab.errors import ActorLost, SkyfabError, UsageError
 from skyfab.host.agent.actors import Methods, RemoteHandle
 from skyfab.pool.actor import INVOKE, Actor, Common, Limits, pack_named
@@ -25,6 +27,9 @@ from skyfab.pool.streams import RemoteIterator, exchange
 from skyfab.protocol import codec, messages
 from skyfab.session.replies import Reply
 from skyfab.ui.events import Events
+
+_NUMBERS: Final = itertools.count(1)
+"""Of the actors of all pools: a handle that a host returns has only the name of its actor."""
 
 
 class Method:
@@ -91,6 +96,16 @@ class Handle(Methods):
         return f"<actor {self._actor.label} on {self._actor.node.name}>"
 
 
+def _reduce(handle: RemoteHandle) -> tuple[Any, ...]:
+    """Of a handle that a host has returned. A call to which it is passed on may call the actor."""
+    if not in_a_rank():
+        found_in_call(handle)
+    return handle.__reduce__()
+
+
+copyreg.pickle(RemoteHandle, _reduce)
+
+
 @without_signals
 def _drop(actor: Actor) -> None:
     """Ends it on a new thread: the garbage collector may run on any thread, with any lock held."""
@@ -115,7 +130,6 @@ class Actors:
             actors=self._actors,
             sync=sync,
         )
-        self._numbers = itertools.count(1)
         self._served: set[tuple[object, str, int]] = set()
         """Processes that have handles."""
         self._offered: weakref.WeakValueDictionary[str, Offered] = weakref.WeakValueDictionary()
@@ -130,7 +144,7 @@ class Actors:
             raise TypeError(f"not a class: {kind!r:.80}; {hint}")
         label = getattr(kind, "__qualname__", repr(kind)).replace("<locals>.", "")
         _check_options(kind, label, options)
-        worker = f"actor.{next(self._numbers)}"
+        worker = f"actor.{next(_NUMBERS)}"
 
         def place() -> tuple[Node, WorkerSpec]:
             slot = self._common.gpus.reserve(worker, nodes, limits.gpus, f"the actor {label}")
@@ -149,7 +163,7 @@ class Actors:
     def check(self, found: Sequence[Any]) -> None:
         """Raises UsageError for handles of actors of other pools, and for objects that untrusted hosts would call."""
         for one in found:
-            if isinstance(one, Offered) and self._common.untrusted:
+            if isinstance(one, (Offered, RemoteHandle)) and self._common.untrusted:
                 raise UsageError('hosts cannot use objects of this program with results="data"')
             actor = one._actor if isinstance(one, Handle) else None  # noqa: SLF001 - a class of this module
             if actor is not None and actor.common is not self._common:
@@ -159,7 +173,7 @@ class Actors:
         """A call with these streams and handles in its arguments was sent to a process."""
         offered = {one.name: one for one in found if isinstance(one, Offered)}
         self._offered.update(offered)
-        if offered or any(isinstance(one, Handle) for one in found):
+        if offered or any(isinstance(one, Methods) for one in found):
             self.serve(node, worker, generation)
 
     def serve(self, node: Node, worker: str, generation: int) -> None:
@@ -227,7 +241,7 @@ class _Server:
         try:
             worker, method, about = load()
             outcome = self._call(number, worker, method, *about) if worker else self._next(method, *about)
-            payload = codec.dumps(outcome)
+            payload = _pickled(outcome)
         except BaseException as error:  # also SystemExit: the function waits for the reply
             error.__traceback__ = error.__cause__ = None
             payload = codec.dumps(("raised", error))
@@ -241,9 +255,7 @@ class _Server:
         if actor.generates(method):
             self._iterators[number] = actor.iterate(method, call)
             return "yields", number
-        future = actor.submit(method, call)
-        self._actors.serve(actor.node, worker, actor.generation)  # a handle may be among the arguments
-        return "returned", future.result()
+        return "returned", actor.submit(method, call).result()
 
     def _next(self, what: str, number: int) -> tuple[str, Any]:
         """The next value of an iterator; or closes it."""
@@ -251,3 +263,8 @@ class _Server:
             return "returned", next(self._iterators[number])
         self._iterators.pop(number).close()
         return "returned", None
+
+
+def _pickled(outcome: tuple[str, Any]) -> codec.Payload:
+    """The handles in it are for a process that has one already."""
+    return collect(lambda: codec.dumps(outcome))[0]

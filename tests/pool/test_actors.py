@@ -451,6 +451,18 @@ def test_a_function_passes_a_handle_on_to_another_actor(compute: sky.Compute) ->
         assert sky.function(lambda one, other: one.through(other))(caller, account) >> compute == 1
 
 
+def test_a_handle_that_a_host_returns_is_passed_on(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account, compute.actor(dict, account=account) as shared:
+        one = shared.copy()["account"]
+        assert sky.function(lambda one: one.add())(one) >> compute == 1
+        assert sky.function(lambda add: add())(one.add) >> compute == 2
+        assert sky.function(lambda shared: shared["account"].add())(shared) >> compute == 3
+        with pytest.raises(sky.NotPicklable, match="can only be an argument of a call"):
+            compute.map(lambda one: one.add(), [one])
+        with sky.Compute("local", results="data", ui="none") as untrusted, pytest.raises(sky.UsageError, match="data"):
+            sky.function(lambda one: one.add())(one) >> untrusted
+
+
 def test_a_handle_elsewhere(compute: sky.Compute) -> None:
     import pickle
 

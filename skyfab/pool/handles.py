@@ -19,6 +19,7 @@ from skyfab.calls.stream import Offered, found_in_call
 from skyfab.context import in_a_rank
 from skyfab.errors import ActorLost, SkyfabError, UsageError
 from skyfab.host.agent.actors import Methods, RemoteHandle
+from skyfab.host.agent.outcomes import said
 from skyfab.pool.actor import INVOKE, Actor, Common, Limits, pack_named
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.gpus import Gpus
@@ -244,7 +245,10 @@ class _Server:
             payload = _pickled(outcome)
         except BaseException as error:  # also SystemExit: the function waits for the reply
             error.__traceback__ = error.__cause__ = None
-            payload = codec.dumps(("raised", error))
+            try:
+                payload = _pickled(("raised", error))
+            except BaseException:
+                payload = codec.dumps(("raised", RuntimeError(f"{type(error).__qualname__}: {said(error)}")))
         parts = [payload.data, *payload.buffers]
         exchange(self._session, self._worker, 0, "give", Reply(), parts, number=number, count=1)
 

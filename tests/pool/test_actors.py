@@ -362,6 +362,23 @@ def test_arguments_that_cannot_be_unpickled_here_are_an_error_there(compute: sky
         sky.function(lambda handle: handle.add(OnlyThere()))(account) >> compute
 
 
+class OnceOnly(Exception):
+    """Can be pickled on a host, and not here."""
+
+    def __reduce__(self) -> Any:
+        if sky.context.in_a_rank():
+            return OnceOnly, self.args
+        raise TypeError
+
+
+def test_an_exception_that_cannot_be_pickled_here_is_described_there(compute: sky.Compute) -> None:
+    def fail() -> None:
+        raise OnceOnly("again")
+
+    with compute.actor(Account) as account, pytest.raises(RuntimeError, match="OnceOnly: again"):
+        sky.function(lambda handle: handle.keep_and_return(fail))(account) >> compute
+
+
 def test_methods_that_yield_and_read_streams(pool: sky.Compute) -> None:
     with pool.actor(Shop) as shop:
         assert list(shop.values(500)) == list(range(500))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import skyfab as sky
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.inspect.survey import SURVEY
 from skyfab.providers.base import Provider
 from skyfab.session.ask import Asker
@@ -77,6 +78,20 @@ def test_a_pool_that_is_dropped_closes_itself_and_says_so(host: sky.Host) -> Non
         warnings.simplefilter("error")
     del closed
     gc.collect()
+
+
+def test_ctrl_c_at_the_end_of_opening_leaves_nothing_open(host: sky.Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("skyfab.pool.broadcasts.Broadcasts.open", interrupted)
+    pool = sky.Compute([host], ui="none")
+    with pytest.raises(KeyboardInterrupt):
+        pool.open()
+    assert not pool.is_open
+    assert not SIGNAL_GUARD._users
+    [node] = pool._nodes.nodes
+    assert node.session.has_ended
 
 
 def test_a_pool_shows_the_names_of_eight_hosts() -> None:

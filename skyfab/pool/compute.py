@@ -201,7 +201,7 @@ class Compute(ShownAsTable):
         self.files = Files(self._nodes.solo_spec, self.relay)
         self._images.deliver = functools.partial(deliver, self._nodes, self.relay)
         self._forwards = Forwards(self.events)
-        self._mirrors: list[Mirror] = []
+        self._mirrors: set[Mirror] = set()
         self._collecting = threading.RLock()  # reentrant: a signal handler may make such a call
         """Held from a call with ``collect="head"`` until its results are here: ranks keep those of the last one."""
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()
@@ -317,8 +317,9 @@ class Compute(ShownAsTable):
             return
         with self._closing:
             try:
-                for mirror in self._mirrors:
+                for mirror in self._mirrors.copy():
                     mirror.close()
+                self._mirrors.clear()
                 self._around.close()
                 tell_files(self.hosts, self.inventory, self.events)
                 self._nodes.recovery.close()
@@ -533,7 +534,7 @@ class Compute(ShownAsTable):
         nodes = running.gang.nodes
         detacher = Detacher(nodes, [*map(self._broadcasts.ranks_on, nodes)], label=running.call.label, name=name)
         self._forwards.close()
-        for mirror in self._mirrors:
+        for mirror in self._mirrors.copy():
             mirror.leave()
         self._scheduler.fail_all()  # only this broadcast continues; queued calls would count as part of the run
         self._broadcasts.close()
@@ -721,8 +722,10 @@ class Compute(ShownAsTable):
         from skyfab.pool.mirror import Mirror
 
         paths = [path] if isinstance(path, (str, os.PathLike)) else path
-        self._mirrors.append(Mirror(paths, to, limit, self._chosen(on), self._nodes.solo_spec, self.events))
-        return self._mirrors[-1]
+        made = Mirror(paths, to, limit, self._chosen(on), self._nodes.solo_spec, self.events)
+        self._mirrors.difference_update([one for one in self._mirrors.copy() if one.is_stopped])
+        self._mirrors.add(made)
+        return made
 
     def _chosen(self, on: str) -> Sequence[Node]:
         self._check_open()

@@ -154,3 +154,12 @@ def test_a_worker_that_always_has_calls_forgets_functions(host: sky.Host, monkey
         futures = [made(number)() > pool for number in range(300)]
         assert [future.result() for future in futures] == list(range(300))
         assert kept() >> pool < 150
+
+
+def test_mirrors_that_have_ended_are_forgotten(host: sky.Host, tmp_path: Path) -> None:
+    with sky.Compute([host], ui="none", workdir="temp") as pool:
+        pool.mirror("ckpt", to=tmp_path / "first").stop()
+        second = pool.mirror("ckpt", to=tmp_path / "second")
+        assert pool._mirrors == {second}
+    assert second.is_stopped
+    assert not pool._mirrors

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 _ATOMS: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
 _SOURCE: Final = 256 * 1024
-_NOTHING: Final = codec.dumps((None,))
+NOTHING: Final = codec.dumps((None,))
 """The packed arguments of a call without any."""
 
 
@@ -98,7 +98,7 @@ def pack_function(function: Function[..., Any], plugins: tuple[Any, ...] = (), *
 def pack_arguments(call: Call[Any], *, same_gpus: bool = False) -> codec.Payload:
     """The pickled arguments. Raises NotPicklable, naming the argument that cannot be pickled."""
     if not call.args and not call.kwargs:
-        return _NOTHING
+        return NOTHING
     send_main_by_value()
     try:
         return codec.dumps((*call.args, call.kwargs or None), same_gpus=same_gpus)

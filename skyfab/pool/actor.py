@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.call import AHEAD, Call, Function, check_gpus
-from skyfab.calls.pack import PackedCall, pack_arguments, pack_function, pack_streams
+from skyfab.calls.pack import NOTHING, PackedCall, pack_arguments, pack_function, pack_streams
 from skyfab.calls.results import deliver, unpack_result
 from skyfab.calls.stream import parameters, streamed
 from skyfab.context import yields
@@ -72,6 +72,8 @@ class Common:
     check: Callable[[Sequence[Any]], None]
     """Raises UsageError for handles of other pools."""
     gpus: Gpus
+    actors: dict[str, Actor]
+    """Those that are not closed, by the name of their worker."""
     sync: Callable[[], object]
     """Syncs the project's files, which new processes import, to all hosts. Waits for them."""
 
@@ -97,7 +99,7 @@ class Actor:
         self.label = made.label
         self.worker = worker
         self._kind = kind
-        self._common = common
+        self.common = common
         self._methods: dict[str, tuple[bool, frozenset[int | str]]] = {}
         """Whether a method yields values, and its parameters that are annotated as iterators."""
         self._place = place
@@ -152,7 +154,9 @@ class Actor:
             return
         with SIGNAL_GUARD, self._lock, suppress(SkyfabError):  # the process of a lost host has ended
             self.is_closed = True
-            self._common.gpus.leave(self.worker)
+            self._made = replace(self._made, arguments=NOTHING, found=())  # its arguments may be large
+            self.common.actors.pop(self.worker, None)
+            self.common.gpus.leave(self.worker)
             if self.generation:
                 self.node.release(self.worker)
 
@@ -161,7 +165,7 @@ class Actor:
         if self._process != os.getpid():
             raise UsageError("this actor belongs to another process, and only that process can call it")
         if self._restarts_left and not self.is_closed:
-            self._common.sync()
+            self.common.sync()
 
     def _check(self) -> None:
         """Restarts a process that has ended, if restarts are left. Raises ActorLost; if it is closed, UsageError."""
@@ -209,9 +213,9 @@ class Actor:
 
     def _wait(self, label: str, reply: Reply, interrupted: str) -> Any:
         """The result in a reply. `interrupted` is what Ctrl-C says of the call on the host."""
-        ended = self._common.events.call(label, self.node.name)
+        ended = self.common.events.call(label, self.node.name)
         try:
-            with self._common.events.waiting:
+            with self.common.events.waiting:
                 self.node.session.read_until_there(reply)
                 found = reply.wait()
             result = self.value(*found, label=label)
@@ -279,7 +283,7 @@ class Actor:
         if places:  # the method's name has the place of its parameter `self`
             call = Call(call.function, *streamed(places, call.args, call.kwargs))
         arguments, found = pack_named(call, label, self._kind, method)
-        self._common.check(found)
+        self.common.check(found)
         return PackedCall(function=self._one, arguments=arguments, label=label, found=found)
 
     def _converse(self, packed: PackedCall, future: CallFuture) -> Conversation:

@@ -79,7 +79,7 @@ class _Exchange:
 
     def close(self) -> None:
         self._stopped.set()
-        with self._working:  # what still works ends with its next request
+        with self._working:  # what still works ends with its next request, or is left behind
             pass
 
     def _exchange_with(self, node: Node) -> None:
@@ -91,10 +91,11 @@ class _Exchange:
         with self._working:
             due = [] if self._stopped.is_set() else [node for node in self._nodes if node in self._due]
             self._due.difference_update(due)
-            found = for_each_host(self._take, due)  # errors do not matter: hosts compile what they lack
+            # Errors do not matter: hosts compile what they lack.
+            found = for_each_host(self._take, due, self._stopped.is_set)
             new = {key for one in found if not isinstance(one, Raised) for key, size in [one] if size}
             others = [node for node in self._nodes if node not in due and self._keys.get(node) in (None, *new)]
-            for_each_host(self._give, [*due, *others] if new else due)
+            for_each_host(self._give, [*due, *others] if new else due, self._stopped.is_set)
 
     def _take(self, node: Node) -> tuple[str, int]:
         """Copies what is new of a host's kernels to this machine. Returns their key and size."""

@@ -55,7 +55,7 @@ from skyfab.pool.host_choice import HostChoice
 from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
 from skyfab.pool.node import TABLE, Node
-from skyfab.pool.nodes import Nodes, close_all, named, open_all, tell_files
+from skyfab.pool.nodes import Nodes, named, open_all, tell_files
 from skyfab.pool.package_relay import deliver
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.pool.relay import Relay
@@ -205,7 +205,7 @@ class Compute(ShownAsTable):
         self.files = Files(self._nodes.solo_spec, self.relay)
         self._images.deliver = functools.partial(deliver, self._nodes, self.relay)
         self._forwards = Forwards(self.events)
-        self._mirrors: list[Mirror] = []
+        self._mirrors: set[Mirror] = set()
         self._collecting = threading.RLock()  # reentrant: a signal handler may make such a call
         """Held from a call with ``collect="head"`` until its results are here: ranks keep those of the last one."""
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()
@@ -256,16 +256,33 @@ class Compute(ShownAsTable):
             raise _parents_pool()
         nesting.check()
         self._sync.begin()
-        with contextlib.ExitStack() as opened:
-            SIGNAL_GUARD.watch()
-            opened.callback(SIGNAL_GUARD.leave)
-            if self._ui != "none":
-                opened.callback(attach_view(self.events, self._ui, timeout=self._nodes.timing.lease / 4))
-            opened.callback(self._choice.release)
-            opened.callback(self._sync.close)
-            opened.callback(self._nodes.recovery.close)  # a host may be lost before another one fails
-            nodes = self._connect()
-            self._closing = opened.pop_all()
+        try:
+            with contextlib.ExitStack() as opened:
+                SIGNAL_GUARD.watch()
+                opened.callback(SIGNAL_GUARD.leave)
+                if self._ui != "none":
+                    opened.callback(attach_view(self.events, self._ui, timeout=self._nodes.timing.lease / 4))
+                opened.callback(self._choice.release)
+                opened.callback(self._sync.close)
+                opened.callback(self._nodes.close)
+                opened.callback(self._nodes.recovery.close)  # a host may be lost before another one fails
+                self._use(self._connect())
+                with SIGNAL_GUARD:  # from now on `close` ends all
+                    self._open = True
+                    _open_pools.add(self)
+                    self._closing = opened.pop_all()
+            for plugin in self._images.plugins:
+                self._around.enter_context(plugin.around_client(self))
+            if self._results == "any":  # kernels are code
+                self._around.enter_context(compiled.shared(self.hosts, self._nodes.solo_spec, self.events))
+        except BaseException:
+            if self._open:
+                self.close()
+            raise
+        return self
+
+    def _use(self, nodes: Sequence[Node]) -> None:
+        """Has calls run on these nodes, which are open."""
         self.hosts = tuple(nodes)
         for node in nodes:
             node.open_device = weakref.WeakMethod(self.device)
@@ -278,17 +295,6 @@ class Compute(ShownAsTable):
             host.is_here and host.gpus == "auto" and "CUDA_VISIBLE_DEVICES" not in self._images.variables(host)
             for host in self.selected
         )
-        self._open = True
-        _open_pools.add(self)
-        try:
-            for plugin in self._images.plugins:
-                self._around.enter_context(plugin.around_client(self))
-            if self._results == "any":  # kernels are code
-                self._around.enter_context(compiled.shared(nodes, self._nodes.solo_spec, self.events))
-        except BaseException:
-            self.close()
-            raise
-        return self
 
     def over(self, asker: Asker) -> Compute:
         """Has the pool use, when it is opened, the connections of `asker` to its hosts: no further login."""
@@ -310,13 +316,14 @@ class Compute(ShownAsTable):
             return
         refuse_to_block()
         if not self._open:
-            close_all(self._nodes.nodes)  # stops another thread that may be connecting
+            self._nodes.close()  # another thread may be connecting
             self._sync.close()  # a call that was interrupted by closing may have begun to watch again
             return
         with self._closing:
             try:
-                for mirror in self._mirrors:
+                for mirror in self._mirrors.copy():
                     mirror.close()
+                self._mirrors.clear()
                 self._around.close()
                 tell_files(self.hosts, self.inventory, self.events)
                 self._nodes.recovery.close()
@@ -334,7 +341,7 @@ class Compute(ShownAsTable):
             self._scheduler.fail_all()
             self._broadcasts.close()
         finally:
-            close_all(self.hosts)
+            self._nodes.close()
         for node in self.hosts:
             self.events.emit(HostState(host=node.name, state="closed"))
 
@@ -531,7 +538,7 @@ class Compute(ShownAsTable):
         nodes = running.gang.nodes
         detacher = Detacher(nodes, [*map(self._broadcasts.ranks_on, nodes)], label=running.call.label, name=name)
         self._forwards.close()
-        for mirror in self._mirrors:
+        for mirror in self._mirrors.copy():
             mirror.leave()
         self._scheduler.fail_all()  # only this broadcast continues; queued calls would count as part of the run
         self._broadcasts.close()
@@ -719,8 +726,10 @@ class Compute(ShownAsTable):
         from skyfab.pool.mirror import Mirror
 
         paths = [path] if isinstance(path, (str, os.PathLike)) else path
-        self._mirrors.append(Mirror(paths, to, limit, self._chosen(on), self._nodes.solo_spec, self.events))
-        return self._mirrors[-1]
+        made = Mirror(paths, to, limit, self._chosen(on), self._nodes.solo_spec, self.events)
+        self._mirrors.difference_update([one for one in self._mirrors.copy() if one.is_stopped])
+        self._mirrors.add(made)
+        return made
 
     def _chosen(self, on: str) -> Sequence[Node]:
         self._check_open()

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import copyreg
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final
 
 from skyfab._util.signals import without_signals
 from skyfab._util.suggest import nearest
 from skyfab.calls.call import Call
-from skyfab.calls.pack import PackedCall, pack_function
+from skyfab.calls.pack import PackedCall, collect, pack_function
 from skyfab.calls.stream import Offered, found_in_call
-from skyfab.errors import SkyfabError, UsageError
+from skyfab.context import in_a_rank
+from skyfab.errors import ActorLost, SkyfabError, UsageError
 from skyfab.host.agent.actors import Methods, RemoteHandle
+from skyfab.host.agent.outcomes import said
 from skyfab.pool.actor import INVOKE, Actor, Common, Limits, pack_named
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.gpus import Gpus
@@ -25,6 +28,9 @@ from skyfab.pool.streams import RemoteIterator, exchange
 from skyfab.protocol import codec, messages
 from skyfab.session.replies import Reply
 from skyfab.ui.events import Events
+
+_NUMBERS: Final = itertools.count(1)
+"""Of the actors of all pools: a handle that a host returns has only the name of its actor."""
 
 
 class Method:
@@ -91,6 +97,16 @@ class Handle(Methods):
         return f"<actor {self._actor.label} on {self._actor.node.name}>"
 
 
+def _reduce(handle: RemoteHandle) -> tuple[Any, ...]:
+    """Of a handle that a host has returned. A call to which it is passed on may call the actor."""
+    if not in_a_rank():
+        found_in_call(handle)
+    return handle.__reduce__()
+
+
+copyreg.pickle(RemoteHandle, _reduce)
+
+
 @without_signals
 def _drop(actor: Actor) -> None:
     """Ends it on a new thread: the garbage collector may run on any thread, with any lock held."""
@@ -105,14 +121,18 @@ class Actors:
         self, gpus: Gpus, plugins: tuple[Any, ...], events: Events, sync: Callable[[], object], *, untrusted: bool
     ) -> None:
         """`gpus` chooses their hosts. `sync` sends these the project's files."""
+        self._actors: dict[str, Actor] = {}
         self._common = Common(
-            plugins=plugins, events=events, untrusted=untrusted, check=self.check, gpus=gpus, sync=sync
+            plugins=plugins,
+            events=events,
+            untrusted=untrusted,
+            check=self.check,
+            gpus=gpus,
+            actors=self._actors,
+            sync=sync,
         )
-        self._numbers = itertools.count(1)
         self._served: set[tuple[object, str, int]] = set()
         """Processes that have handles."""
-        self._actors: dict[str, Actor] = {}
-        """By the name of their worker."""
         self._offered: weakref.WeakValueDictionary[str, Offered] = weakref.WeakValueDictionary()
 
     def make(self, made: Call[Any], nodes: Sequence[Node], limits: Limits) -> Handle:
@@ -125,7 +145,7 @@ class Actors:
             raise TypeError(f"not a class: {kind!r:.80}; {hint}")
         label = getattr(kind, "__qualname__", repr(kind)).replace("<locals>.", "")
         _check_options(kind, label, options)
-        worker = f"actor.{next(self._numbers)}"
+        worker = f"actor.{next(_NUMBERS)}"
 
         def place() -> tuple[Node, WorkerSpec]:
             slot = self._common.gpus.reserve(worker, nodes, limits.gpus, f"the actor {label}")
@@ -144,17 +164,17 @@ class Actors:
     def check(self, found: Sequence[Any]) -> None:
         """Raises UsageError for handles of actors of other pools, and for objects that untrusted hosts would call."""
         for one in found:
-            if isinstance(one, Offered) and self._common.untrusted:
+            if isinstance(one, (Offered, RemoteHandle)) and self._common.untrusted:
                 raise UsageError('hosts cannot use objects of this program with results="data"')
             actor = one._actor if isinstance(one, Handle) else None  # noqa: SLF001 - a class of this module
-            if actor is not None and self._actors.get(actor.worker) is not actor:
+            if actor is not None and actor.common is not self._common:
                 raise UsageError(f"{one!r} belongs to another pool", hint="pass it to functions of its own pool")
 
     def on_found(self, node: Node, worker: str, generation: int, found: Sequence[Any]) -> None:
         """A call with these streams and handles in its arguments was sent to a process."""
         offered = {one.name: one for one in found if isinstance(one, Offered)}
         self._offered.update(offered)
-        if offered or any(isinstance(one, Handle) for one in found):
+        if offered or any(isinstance(one, Methods) for one in found):
             self.serve(node, worker, generation)
 
     def serve(self, node: Node, worker: str, generation: int) -> None:
@@ -164,14 +184,16 @@ class Actors:
             _Server(self, node, worker).ask()
 
     def find(self, worker: str) -> Actor | Offered:
-        """What a handle that a host has calls: an actor, or an object of this program."""
-        return self._offered.get(worker) or self._actors[worker]
+        """What a handle that a host has calls: an actor, or an object of this program. Raises ActorLost."""
+        found = self._offered.get(worker) or self._actors.get(worker)
+        if found is None:
+            raise ActorLost("the actor is lost: this program has ended it, or its pool")
+        return found
 
     def close(self) -> None:
         """The pool closes: its actors can no longer be called."""
         for actor in list(self._actors.values()):
             actor.close()
-        self._actors.clear()
 
 
 def _check_options(kind: Any, label: str, options: Mapping[str, Any]) -> None:
@@ -220,10 +242,13 @@ class _Server:
         try:
             worker, method, about = load()
             outcome = self._call(number, worker, method, *about) if worker else self._next(method, *about)
-            payload = codec.dumps(outcome)
+            payload = _pickled(outcome)
         except BaseException as error:  # also SystemExit: the function waits for the reply
             error.__traceback__ = error.__cause__ = None
-            payload = codec.dumps(("raised", error))
+            try:
+                payload = _pickled(("raised", error))
+            except BaseException:
+                payload = codec.dumps(("raised", RuntimeError(f"{type(error).__qualname__}: {said(error)}")))
         parts = [payload.data, *payload.buffers]
         exchange(self._session, self._worker, 0, "give", Reply(), parts, number=number, count=1)
 
@@ -234,9 +259,7 @@ class _Server:
         if actor.generates(method):
             self._iterators[number] = actor.iterate(method, call)
             return "yields", number
-        future = actor.submit(method, call)
-        self._actors.serve(actor.node, worker, actor.generation)  # a handle may be among the arguments
-        return "returned", future.result()
+        return "returned", actor.submit(method, call).result()
 
     def _next(self, what: str, number: int) -> tuple[str, Any]:
         """The next value of an iterator; or closes it."""
@@ -244,3 +267,8 @@ class _Server:
             return "returned", next(self._iterators[number])
         self._iterators.pop(number).close()
         return "returned", None
+
+
+def _pickled(outcome: tuple[str, Any]) -> codec.Payload:
+    """The handles in it are for a process that has one already."""
+    return collect(lambda: codec.dumps(outcome))[0]

@@ -13,7 +13,7 @@ from typing import Final
 
 from skyfab.calls.pack import PackedCall
 from skyfab.calls.project import Tree
-from skyfab.errors import HostUnfit, SkyfabError
+from skyfab.errors import HostUnfit, ProtocolError, SkyfabError
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import LARGE, name_of
 from skyfab.protocol.frames import Buffer
@@ -176,7 +176,8 @@ class HostStore:
         if tree.digest in self._trees:
             return True
         missing = self._session.ask(messages.Has(names=list(tree.sources)))
-        assert isinstance(missing, messages.Missing)
+        if not isinstance(missing, messages.Missing):
+            raise ProtocolError("not a reply to has", host=self._host)
         wanted = [name for name in missing.names if name in tree.sources]  # never send a file that was not offered
         content, held = dict[str, Buffer](), 0
         for name in wanted:

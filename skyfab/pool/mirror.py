@@ -95,6 +95,11 @@ class Mirror:
             raise one_error(self._errors, len(self.reports))
         return self.reports
 
+    @property
+    def is_stopped(self) -> bool:
+        """Whether nothing more is fetched."""
+        return self._stopped.is_set()
+
     def close(self) -> None:
         """Runs the final pass. Ctrl-C ends it."""
         self._ending.set()

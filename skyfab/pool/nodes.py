@@ -89,6 +89,10 @@ class Nodes(Owner):
         self.recovery.begin()
         return self.nodes
 
+    def close(self) -> None:
+        """Terminates every process of the pool on every host, also while another thread connects."""
+        close_all(self.nodes)
+
     def on_lost(self, node: Node, error: HostError) -> None:
         if isinstance(error.__cause__, ProtocolError):  # the peer is not one of our agents
             node.lost = error

@@ -17,6 +17,18 @@ def give(worker: WorkerHandle, *streams: int, timeout: float | None = None) -> N
         worker.flush()
 
 
+def test_a_function_that_a_call_uses_is_forgotten_later(worker: WorkerHandle, process: Process) -> None:
+    worker.functions |= {"used", "unused", "known"}
+    worker.give(Running(1, None, "used"), b"{}", b"")
+    for forgotten in ("unused", "used"):
+        process.heard()
+        worker.forget(["known"])
+        worker.flush()
+        assert f'"digests":["{forgotten}"]'.encode() in process.heard()
+        worker.calls.clear()
+    assert worker.functions == {"known"}
+
+
 @pytest.mark.parametrize("why", ["cancel", "timeout"])
 def test_a_call_that_heeds_sigterm_and_returns_does_not_keep_its_process(
     agent: Agent, worker: WorkerHandle, process: Process, why: str

@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import wait
 from pathlib import Path
@@ -361,6 +362,23 @@ def test_arguments_that_cannot_be_unpickled_here_are_an_error_there(compute: sky
         sky.function(lambda handle: handle.add(OnlyThere()))(account) >> compute
 
 
+class OnceOnly(Exception):
+    """Can be pickled on a host, and not here."""
+
+    def __reduce__(self) -> Any:
+        if sky.context.in_a_rank():
+            return OnceOnly, self.args
+        raise TypeError
+
+
+def test_an_exception_that_cannot_be_pickled_here_is_described_there(compute: sky.Compute) -> None:
+    def fail() -> None:
+        raise OnceOnly("again")
+
+    with compute.actor(Account) as account, pytest.raises(RuntimeError, match="OnceOnly: again"):
+        sky.function(lambda handle: handle.keep_and_return(fail))(account) >> compute
+
+
 def test_methods_that_yield_and_read_streams(pool: sky.Compute) -> None:
     with pool.actor(Shop) as shop:
         assert list(shop.values(500)) == list(range(500))
@@ -450,11 +468,45 @@ def test_a_function_passes_a_handle_on_to_another_actor(compute: sky.Compute) ->
         assert sky.function(lambda one, other: one.through(other))(caller, account) >> compute == 1
 
 
+def test_a_handle_that_a_host_returns_is_passed_on(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account, compute.actor(dict, account=account) as shared:
+        one = shared.copy()["account"]
+        assert sky.function(lambda one: one.add())(one) >> compute == 1
+        assert sky.function(lambda add: add())(one.add) >> compute == 2
+        assert sky.function(lambda shared: shared["account"].add())(shared) >> compute == 3
+        with pytest.raises(sky.NotPicklable, match="can only be an argument of a call"):
+            compute.map(lambda one: one.add(), [one])
+        with sky.Compute("local", results="data", ui="none") as untrusted, pytest.raises(sky.UsageError, match="data"):
+            sky.function(lambda one: one.add())(one) >> untrusted
+
+
 def test_a_handle_elsewhere(compute: sky.Compute) -> None:
     import pickle
 
     with compute.actor(Account) as account, pytest.raises(TypeError, match="argument of a call"):
         pickle.dumps(account)
+
+
+def test_nothing_keeps_what_a_closed_actor_was_made_with(compute: sky.Compute) -> None:
+    import numpy as np
+
+    before = set(compute._actors._actors)
+    cargo = np.zeros(10_000)
+    kept = weakref.ref(cargo)
+    with compute.actor(list, cargo) as actor:
+        assert len(actor) == 10_000
+    del cargo
+    until(lambda: kept() is None)
+    with pytest.raises(TypeError):
+        compute.actor(len, 5)
+    assert before.issuperset(compute._actors._actors)
+
+
+def test_a_function_that_calls_a_closed_actor_gets_an_error(compute: sky.Compute) -> None:
+    with compute.actor(Account) as account:
+        assert sky.function(lambda one: one.add())(account) >> compute == 1
+    with pytest.raises(sky.ActorLost, match="this program has ended it"):
+        sky.function(lambda one: one.add())(account) >> compute
 
 
 def test_an_actor_that_is_dropped_ends(compute: sky.Compute) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,10 +11,12 @@ from typing import Any
 
 import pytest
 from stage.spot import until
+from stage.threads import begin
 
 import skyfab as sky
 from skyfab._util.cache import cache_folder
 from skyfab.host import compiled
+from skyfab.pool.compiled import _Exchange
 
 Open = Callable[..., sky.Compute]
 torch = pytest.importorskip("torch")
@@ -126,6 +129,24 @@ def test_a_host_whose_answer_is_not_a_key_is_left_out(pair: Open, monkeypatch: p
     compute.close()
     assert not (cache_folder() / "compiled").exists()
     assert not (cache_folder().parent / "outside").exists()
+
+
+def test_closing_does_not_wait_for_a_host_that_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyfab.session.fanout.PATIENCE", 0.1)
+    node: Any = object()
+    asked, responds = threading.Event(), threading.Event()
+
+    def take(_: object) -> tuple[str, int]:
+        asked.set()
+        responds.wait(60)
+        return "", 0
+
+    exchange = _Exchange([node], lambda node, tree: node)
+    monkeypatch.setattr(exchange, "_take", take)
+    exchange._exchange_with(node)
+    assert asked.wait(30)
+    begin(exchange.close).result(30)
+    responds.set()
 
 
 def test_what_compiled_code_depends_on_has_one_name() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import skyfab as sky
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.inspect.survey import SURVEY
 from skyfab.providers.base import Provider
 from skyfab.session.ask import Asker
@@ -79,6 +80,20 @@ def test_a_pool_that_is_dropped_closes_itself_and_says_so(host: sky.Host) -> Non
     gc.collect()
 
 
+def test_ctrl_c_at_the_end_of_opening_leaves_nothing_open(host: sky.Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("skyfab.pool.broadcasts.Broadcasts.open", interrupted)
+    pool = sky.Compute([host], ui="none")
+    with pytest.raises(KeyboardInterrupt):
+        pool.open()
+    assert not pool.is_open
+    assert not SIGNAL_GUARD._users
+    [node] = pool._nodes.nodes
+    assert node.session.has_ended
+
+
 def test_a_pool_shows_the_names_of_eight_hosts() -> None:
     hosts = [sky.Host(name=f"node{number}") for number in range(9)]
     eight = ", ".join(f"node{number}" for number in range(8))
@@ -123,3 +138,28 @@ def test_the_hosts_of_a_provider_go_with_the_pool(host: sky.Host) -> None:
             with pytest.raises(sky.UsageError, match="not a call"):
                 use()
     assert calls == ["start", "stop"]
+
+
+def test_a_worker_that_always_has_calls_forgets_functions(host: sky.Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("skyfab.pool.node._FUNCTIONS", 4)
+
+    def made(number: int) -> sky.Function[[], int]:
+        return sky.function(lambda: number)
+
+    @sky.function
+    def kept() -> int:
+        return len(vars(sky.context._client)["_functions"])
+
+    with sky.Compute([host], ui="none") as pool:
+        futures = [made(number)() > pool for number in range(300)]
+        assert [future.result() for future in futures] == list(range(300))
+        assert kept() >> pool < 150
+
+
+def test_mirrors_that_have_ended_are_forgotten(host: sky.Host, tmp_path: Path) -> None:
+    with sky.Compute([host], ui="none", workdir="temp") as pool:
+        pool.mirror("ckpt", to=tmp_path / "first").stop()
+        second = pool.mirror("ckpt", to=tmp_path / "second")
+        assert pool._mirrors == {second}
+    assert second.is_stopped
+    assert not pool._mirrors

@@ -274,6 +274,12 @@ class FakeTree:
         return self.contents[name]
 
 
+def test_a_host_that_does_not_say_what_it_lacks(node: Node) -> None:
+    session_of(node).ask = lambda message: messages.Done()  # type: ignore[method-assign]
+    with pytest.raises(sky.ProtocolError, match="not a reply to has"):
+        node.store.sync(FakeTree())  # type: ignore[arg-type]
+
+
 def test_a_project_is_sent_once_and_only_what_is_missing(node: Node) -> None:
     session, tree = session_of(node), FakeTree()
     session.missing = ["blob2", "never offered"]

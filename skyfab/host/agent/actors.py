@@ -175,6 +175,9 @@ class RemoteMethod:
         thread.shutdown(wait=False)  # it ends when the call has
         return future
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (RemoteHandle(self._about[0], self._label), self._about[1])
+
     def __repr__(self) -> str:
         return f"<method {self._about[1]} of the actor {self._label}>"
 

@@ -105,7 +105,7 @@ class Handlers:
                 self._send_function(worker, message.function)
             if self.record is not None:
                 self.record.expect(stream, worker.rank)
-            worker.give(Running(stream, message.timeout), head, data)
+            worker.give(Running(stream, message.timeout, message.function), head, data)
             if data is None:
                 self._uploads.expect(stream, message.parts, worker)
 
@@ -152,9 +152,7 @@ class Handlers:
         for digest in message.digests:
             self._functions.pop(digest, None)
         for worker in self._workers:
-            worker.functions.difference_update(message.digests)
-            if not worker.calls:  # a queued call may use such a function
-                worker.tell(0, head, b"")
+            worker.forget(self._functions)
 
     def on_cancel(self, stream: int, message: messages.Cancel, head: bytes, data: Data) -> None:
         for worker in self._workers:

@@ -19,7 +19,7 @@ from skyfab.protocol.pipes import widen
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterable, Sequence
     from typing import Final
 
     from skyfab.host.agent.logs import LogPipe
@@ -36,11 +36,12 @@ _LAST_WORDS: Final = 2.0
 class Running:
     """A call that has been given to the worker and has no reply yet."""
 
-    __slots__ = ("deadline", "held", "large", "stream", "timeout", "verdict")
+    __slots__ = ("deadline", "function", "held", "large", "stream", "timeout", "verdict")
 
-    def __init__(self, stream: int, timeout: float | None) -> None:
+    def __init__(self, stream: int, timeout: float | None, function: str = "") -> None:
         self.stream = stream
         self.timeout = timeout
+        self.function = function
         self.deadline: float | None = None
         self.held: list[Piece] = []
         """Its frames, held until it begins."""
@@ -67,6 +68,7 @@ class WorkerHandle:
         self.logs = logs
         rank_in, self.sink, self.source, rank_out = _pipes()
         self.functions: set[str] = set()
+        """The functions that the process has."""
         self.calls: deque[Running] = deque()
         self.exchanges: dict[int, tuple[Running | None, bool]] = {}
         """Exchanges without a reply, by stream: their call, and whether their data follows in DATA frames."""
@@ -91,6 +93,13 @@ class WorkerHandle:
     def tell_data(self, stream: int, data: Buffer) -> None:
         """Queues data of a message that is not a call."""
         self._queue(self._out, (data_header(stream, len(data)), 0, 0), (data, 0, 0))
+
+    def forget(self, known: Iterable[str]) -> None:
+        """Has the process delete functions that are not `known` any more. One that a call uses is deleted later."""
+        unused = self.functions.difference(known, (call.function for call in self.calls))
+        self.functions -= unused
+        if unused:
+            self.tell(0, messages.Forget(digests=[*unused]).encode(), b"")
 
     def give(self, call: Running, head: bytes, data: Buffer | None) -> None:
         """Accepts a call. It is sent to the worker once those before it have replies; until then it can be taken back.

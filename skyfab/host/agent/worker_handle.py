@@ -95,7 +95,7 @@ class WorkerHandle:
         self._queue(self._out, (data_header(stream, len(data)), 0, 0), (data, 0, 0))
 
     def forget(self, known: Iterable[str]) -> None:
-        """Has the process delete functions that are not `known` any more. One that a call uses is deleted later."""
+        """Has the process delete functions that are no longer `known`. One that a call uses is deleted later."""
         unused = self.functions.difference(known, (call.function for call in self.calls))
         self.functions -= unused
         if unused:

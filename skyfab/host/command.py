@@ -11,7 +11,7 @@ import sys
 
 from skyfab import context
 from skyfab.errors import HostUnfit, WorkerDied
-from skyfab.host.agent.zygote import end_children
+from skyfab.host.agent.processes import end_children
 
 TYPE_CHECKING = False  # as in all modules that hosts import
 if TYPE_CHECKING:

@@ -16,7 +16,7 @@ import time
 
 from skyfab import context
 from skyfab.errors import HostUnfit
-from skyfab.host.agent.zygote import SUBREAPER, end_children, prctl
+from skyfab.host.agent.processes import SUBREAPER, end_children, prctl
 
 TYPE_CHECKING = False  # as in all modules that hosts import
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ import urllib.request
 from skyfab import context
 from skyfab.errors import CallCancelled, HostLost, HostUnfit, WorkerDied
 from skyfab.host import command, phase
-from skyfab.host.agent.zygote import SUBREAPER, prctl
+from skyfab.host.agent.processes import SUBREAPER, prctl
 from skyfab.host.gpu_locks import REFUSE, Claim, visible
 from skyfab.host.rank_channel import Channel, ChannelLost, Head
 

@@ -19,7 +19,7 @@ import time
 from skyfab import context
 from skyfab.errors import SkyfabError
 from skyfab.host import phase
-from skyfab.host.agent.zygote import SUBREAPER, has_variable, offspring, prctl
+from skyfab.host.agent.processes import SUBREAPER, end_strays, has_variable, prctl
 from skyfab.host.ask.runs import end_of_log
 from skyfab.host.command import how_it_ended, start
 from skyfab.host.gpu_locks import Claim, look
@@ -273,9 +273,8 @@ class Driver:
                 self._terminate(program.pid)
             if sys.platform == "linux":  # until it is reaped, its number is not reused
                 os.waitid(os.P_PID, program.pid, os.WEXITED | os.WNOWAIT)
-                with contextlib.suppress(OSError):
-                    os.killpg(program.pid, signal.SIGKILL)  # leftovers could use its GPUs
-                _end_strays(f"{REPORT}={env[REPORT]}")
+                mark = f"{REPORT}={env[REPORT]}"
+                end_strays(lambda pid: has_variable(pid, mark), group=program.pid)  # they could use its GPUs
                 self._groups.discard(program.pid)
             code = program.wait()
             self._groups.discard(program.pid)
@@ -297,12 +296,3 @@ class Driver:
         line = ", ".join(filter(None, [ended["state"], *values, error]))
         print(f"{os.path.basename(trial['folder'])}: {line}".encode(errors="replace").decode())
         return ended
-
-
-def _end_strays(mark: str) -> None:
-    """Ends leftovers of a trial in other process groups: processes with the variable of that trial."""
-    while strays := [pid for pid in offspring() if has_variable(pid, mark)]:
-        for pid in strays:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
-                os.waitpid(pid, 0)

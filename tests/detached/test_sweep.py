@@ -531,3 +531,19 @@ time.sleep(0.5)
     for number in (2, 3):
         first = lines.index(f"k={number}")
         assert f"k={number - 1}" not in lines[first:]
+
+
+def test_shared_memory_of_a_trial_goes_with_it(project: Project) -> None:
+    text = """
+import os, sys
+from multiprocessing.shared_memory import SharedMemory
+
+with open(os.path.join(os.environ["SPOT"], "name" + sys.argv[1][2:]), "w") as file:
+    file.write(SharedMemory(create=True, size=1).name)
+os._exit(0)
+"""
+    (project.folder / "shares.py").write_text(text)
+    project.sweep("shares.py", "n=1,2", "--hosts=node1")
+    for number in (1, 2):
+        (name,) = project.spot.notes(f"name{number}").values()
+        assert not project.hosts[0].path(f"/dev/shm/{name}").exists()

@@ -24,6 +24,7 @@ from stage.spot import Spot, until
 from stage.threads import begin
 
 import skyfab as sky
+from skyfab.errors import CallTimeout
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
 from skyfab.ui.events import HostState, Output
@@ -543,6 +544,55 @@ def test_children_that_a_function_has_started_are_gone_when_the_pool_closes(
     pool = open_pool("openssh", count=2, lease=600)
     alone, together = pool.submit(start(), on="node1").result(170), start() @ pool
     assert runs_on("node1", alone) and runs_on("node1", together[0]) and runs_on("node2", together[1])
+    pool.close()
+    clean()
+
+
+@pytest.mark.parametrize("how", ["close", "cancel", "timeout", "kill", "program"])
+def test_shared_memory_and_semaphores_go_with_their_processes(
+    hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot, clean: Callable[[], None], how: str
+) -> None:
+    """Multiprocessing leaves these to a process that outlives the others for a moment."""
+
+    def share() -> None:
+        import multiprocessing
+        from multiprocessing.shared_memory import SharedMemory
+
+        share.kept = [multiprocessing.get_context("spawn").Semaphore(1)]  # type: ignore[attr-defined]
+        share.kept.append(SharedMemory(create=True, size=4096))  # type: ignore[attr-defined]
+
+    @sky.function(timeout=2 if how == "timeout" else None)
+    def work(path: str) -> None:
+        if how == "program":
+            program = "import multiprocessing.shared_memory as m, time; m.SharedMemory(create=True, size=1); {}"
+            open_and_stay = f"open({path!r} + '.child', 'w').close(); time.sleep(600)"
+            subprocess.Popen([sys.executable, "-c", program.format(open_and_stay)], start_new_session=True)
+            wait_for(path + ".child")
+        else:
+            share()
+        leave(path)
+        if how == "kill":
+            wait_for(path + ".go")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if how in ("cancel", "timeout"):
+            time.sleep(600)
+
+    before = temporary(hosts[0])
+    pool = open_pool("openssh", count=1, lease=600)
+    future = pool.submit(work(spot / "work"))
+    spot.wait("work")
+    assert any("psm_" in path for path in temporary(hosts[0]) - before)
+    if how == "cancel":
+        future.cancel()
+    elif how == "kill":
+        spot.leave("work.go")
+    elif how == "timeout":
+        with pytest.raises(CallTimeout):
+            future.result(170)
+    if how in ("close", "program"):
+        future.result(170)
+    else:
+        until(lambda: temporary(hosts[0]) <= before, "the end of the shared memory, while the pool is open")
     pool.close()
     clean()
 

@@ -15,6 +15,8 @@ import signal
 import socket
 import sys
 
+from skyfab.host.agent.processes import SUBREAPER, end_children, has_variable, kill, offspring, prctl, send, send_groups
+
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -24,8 +26,6 @@ _PIECE = 64 * 1024
 """Bytes in a packet; longer data is split. The system refuses packets of more than about 200 kB."""
 _MOST_FDS = 4096
 """Descriptors of an agent without workers have lower numbers."""
-SUBREAPER = 36
-"""The option of `prctl` that makes a process the parent of orphaned descendants."""
 _MARK, _DIGITS = "SKYFAB_FORKED", 10
 _LAST, _MORE = b".", b"+"
 """The first byte of a packet: the last one of a request, or more follow."""
@@ -148,7 +148,7 @@ def _serve(control: socket.socket) -> None:
     try:
         _attend(control, wakeup_in, children, lambda request, fds: _become_worker(request, fds, cwd, own, parent))
     finally:
-        _kill(list(children))
+        kill(list(children))
         end_children()  # a process that still runs could write to the folder
         import shutil
 
@@ -178,9 +178,11 @@ def _attend(
             if "kill" in request:
                 victims = [pid for pid, rank in children.items() if rank == request["kill"]]
                 if request["alone"]:
-                    _signal(victims, request["signal"])
+                    send(victims, request["signal"])
+                elif request["signal"] == signal.SIGKILL:
+                    kill(victims)
                 else:
-                    _kill(victims, request["signal"])
+                    send_groups(victims, request["signal"])
                 continue
             try:
                 pid = os.fork()
@@ -239,56 +241,14 @@ def _reap(children: dict[int, int], notices: _Notices) -> None:
         if not pid:
             return
         if pid in children:
-            with contextlib.suppress(OSError):  # also end what the worker has started and left running
-                os.killpg(pid, signal.SIGKILL)
-            _kill([stray for stray in offspring() if stray not in children and _belongs(stray, children[pid])])
+            strays = [stray for stray in offspring() if stray not in children and _belongs(stray, children[pid])]
+            kill(strays, group=pid)  # what the worker has started and left running
             notices.add("ended", children.pop(pid), os.waitstatus_to_exitcode(status))
-
-
-def _kill(pids: list[int], number: int = signal.SIGKILL) -> None:
-    for pid in pids:
-        try:
-            os.killpg(pid, number)
-        except OSError:  # it has just been forked and leads no process group yet
-            _signal([pid], number)
-
-
-def _signal(pids: list[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, number)
-
-
-def prctl(option: int, value: int) -> None:
-    """Changes a setting of this process, on Linux."""
-    if sys.platform == "linux":
-        import ctypes
-
-        ctypes.CDLL(None).prctl(option, value)
-
-
-def offspring() -> list[int]:
-    """The pids of our children, zombies included. They cannot be reused before we reap them."""
-    try:
-        with open(f"/proc/self/task/{os.getpid()}/children") as file:
-            return [int(word) for word in file.read().split()]
-    except OSError:  # not Linux, or a kernel without this file
-        return []
 
 
 def _belongs(pid: int, rank: int) -> bool:
     """Whether that worker started the process (seen by its environment) or forked it (seen by its mark)."""
     return has_variable(pid, f"SKYFAB_RANK={rank}", f"{_MARK}={rank:0{_DIGITS}}")
-
-
-def has_variable(pid: int, *words: str) -> bool:
-    """Whether a process was started with one of these variables. False for one that has ended."""
-    try:
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            found = file.read().split(b"\0")
-    except OSError:
-        return False
-    return any(os.fsencode(word) in found for word in words)
 
 
 def _mark(rank: int) -> None:
@@ -303,16 +263,6 @@ def _mark(rank: int) -> None:
         getenv.restype = ctypes.c_void_p
         ctypes.memmove(getenv(_MARK.encode()), f"{rank:0{_DIGITS}}".encode(), _DIGITS)
         del os.environ[_MARK]  # programs that are started with exec have SKYFAB_RANK
-
-
-def end_children() -> None:
-    """Kills and reaps until no child is left. Orphaned descendants become our children."""
-    while True:
-        _signal(offspring(), signal.SIGKILL)
-        try:
-            os.waitpid(-1, 0)
-        except ChildProcessError:
-            return
 
 
 def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited: set[int], parent: int) -> None:

@@ -14,6 +14,7 @@ import tempfile
 import time
 
 from skyfab.host import hub
+from skyfab.host.agent.processes import kill
 from skyfab.host.agent.workdir import enter, place
 from skyfab.host.ask.serve import AT_END
 
@@ -79,7 +80,7 @@ def _end(process: subprocess.Popen[bytes], temporary: str) -> None:
         try:
             process.wait(_GRACE)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            kill([process.pid])
     if temporary:
         shutil.rmtree(temporary, ignore_errors=True)
 

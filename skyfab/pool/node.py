@@ -126,6 +126,8 @@ class Node(ShownAsTable):
         self.owner = ""
         """Who works there: the pool, or a run that it has launched."""
         self.lost: Exception | None = None
+        self.is_left = False
+        """It ends what runs there by itself: closing was interrupted."""
         self._inventory = inventory
         self._owner = owner
         self._lock = threading.RLock()

@@ -264,8 +264,10 @@ def make_room(hosts: int) -> None:
 def close_all(nodes: Sequence[Node]) -> None:
     """Terminates every process of the pool on every host. If interrupted, leaves that to the hosts."""
     try:
-        results_of(for_each_host(Node.close, nodes))
+        results_of(for_each_host(Node.close, [node for node in nodes if not node.is_left]))
     except BaseException:
+        for node in nodes:  # what called this may call it again
+            node.is_left = True
         atexit.register(end_all)
         raise
 

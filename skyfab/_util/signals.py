@@ -124,6 +124,8 @@ class SignalGuard:
         """Waits for a lock inside a block. The main thread handles signals meanwhile."""
         if threading.get_ident() != MAIN:
             return bool(lock.acquire(True, -1 if timeout == float("inf") else timeout))
+        if lock.acquire(False):
+            return True
         deadline = time.monotonic() + timeout
         while not self.allow(lock.acquire, True, max(0, min(NAP, deadline - time.monotonic()))):
             if time.monotonic() >= deadline:

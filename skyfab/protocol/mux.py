@@ -196,7 +196,7 @@ class Mux:
 
     def forget(self, stream: int) -> None:
         """Ends this stream and drops its queued data."""
-        self._send_queue.forget(stream)
+        self._send_queue.streams.pop(stream, None)
         self._used.pop(stream, None)
 
     def finish(self, stream: int) -> None:

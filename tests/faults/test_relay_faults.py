@@ -51,11 +51,14 @@ def stored(name: str) -> str:
 
 @sky.function
 def damage(name: str, data: bytes) -> None:
+    """As a disk does, after the blob was stored: its times are the same."""
     from skyfab.context import own_stores
+    from skyfab.host.agent.store import seal
 
     folder = Path(own_stores()[0])
     folder.mkdir(exist_ok=True)
     (folder / name).write_bytes(data)
+    seal(str(folder / name), name)
 
 
 @sky.function

@@ -160,12 +160,35 @@ def _rebuild(fn: Callable[P, R], options: dict[str, Any]) -> Function[P, R]:
 
 
 @overload
-def function(fn: Callable[P, Coroutine[Any, Any, R]], /) -> Function[P, R]: ...  # R is what the coroutine returns
-@overload
-def function(fn: Callable[P, R], /) -> Function[P, R]: ...
+def function(
+    fn: Callable[P, Coroutine[Any, Any, R]],  # R is what the coroutine returns
+    /,
+    *,
+    timeout: float | None = None,
+    retries: int = 0,
+    stall: float | None = None,
+    ahead: int = AHEAD,
+    gpus: float = 0,
+) -> Function[P, R]: ...
 @overload
 def function(
-    *, timeout: float | None = None, retries: int = 0, stall: float | None = None, ahead: int = AHEAD, gpus: float = 0
+    fn: Callable[P, R],
+    /,
+    *,
+    timeout: float | None = None,
+    retries: int = 0,
+    stall: float | None = None,
+    ahead: int = AHEAD,
+    gpus: float = 0,
+) -> Function[P, R]: ...
+@overload
+def function(
+    *,
+    timeout: float | None = None,
+    retries: int = 0,
+    stall: float | None = None,
+    ahead: int = AHEAD,
+    gpus: float = 0,
 ) -> Callable[[Callable[P, R]], Function[P, R]]: ...
 def function(
     fn: Any = None,
@@ -186,9 +209,11 @@ def function(
     loop. A call of a generator function returns an iterator; up to `ahead` values are sent before they are used.
     A call on one worker has `gpus` GPUs for itself, or that share of one such as 0.5 (docs/gpus.md).
     """
-    if fn is None:
-        return lambda fn: Function(fn, timeout=timeout, retries=retries, stall=stall, ahead=ahead, gpus=gpus)
-    return Function(fn)
+
+    def decorate(fn: Any) -> Function[Any, Any]:
+        return Function(fn, timeout=timeout, retries=retries, stall=stall, ahead=ahead, gpus=gpus)
+
+    return decorate if fn is None else decorate(fn)
 
 
 class Call(Generic[R]):

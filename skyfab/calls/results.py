@@ -26,6 +26,7 @@ from skyfab.errors import (
     printable,
 )
 from skyfab.protocol import codec, messages
+from skyfab.protocol.batches import of_group
 from skyfab.protocol.messages import Message
 
 _LONGEST: Final = 1000
@@ -53,11 +54,20 @@ def unpack_result(
         raise found from RemoteTraceback(trace + _noted(found, host), host, rank, message.item)
     if isinstance(message, messages.Ended):
         trace = with_local_paths(message.traceback, host)
-        cause = RemoteTraceback(trace, host, rank) if trace else None
+        cause = RemoteTraceback(trace, host, rank, message.item) if trace else None
         raise _ending(message, host, rank, label) from cause
     if isinstance(message, messages.Failed):
         raise WorkerDied(message.text, host=host, rank=rank, hint=message.hint)
     raise ProtocolError(f"{message.op} where a result was expected", host=host)
+
+
+def unpack_group(message: Message, buffers: list[memoryview], **about: Any) -> list[Any]:
+    """The same for a call for several items: the seconds that it took, and the values that it returned."""
+    if not isinstance(message, messages.Result):
+        return unpack_result(message, buffers, **about)  # type: ignore[no-any-return]  # it raises
+    if not buffers:
+        raise ProtocolError("a result without content", host=about["host"])
+    return [unpack_value(value, plain=message.plain, **about) for value in of_group(buffers)]
 
 
 def unpack_value(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -96,6 +97,14 @@ class SkyfabBackend(AutoBatchingMixin, ParallelBackendBase):  # type: ignore[mis
             self.configure(n_jobs=self.parallel.n_jobs, parallel=self.parallel)
 
 
-def joblib_batch(batch: Callable[[], list[Any]]) -> list[Any]:
-    """Runs on a host. By joblib's rule for nested calls, a `Parallel` in a task uses threads there."""
-    return batch()
+def joblib_batch(batch: Any) -> list[Any]:
+    """Runs on a host. By joblib's rule for nested calls, a `Parallel` in a task uses threads there.
+
+    Large arrays are read-only, as with joblib's own processes: the tasks of a batch share them.
+    """
+    numpy = sys.modules.get("numpy")
+    for _, args, named in batch.items:
+        for value in (*args, *named.values()):
+            if numpy is not None and isinstance(value, numpy.ndarray) and value.nbytes >= LARGE:
+                value.flags.writeable = False
+    return batch()  # type: ignore[no-any-return]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import reprlib
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -23,6 +23,7 @@ from skyfab.pool.futures import CallFuture
 from skyfab.pool.scheduler import Scheduler
 from skyfab.pool.task import Task
 from skyfab.protocol import codec
+from skyfab.protocol.batches import as_group
 
 _WORTH: Final = 0.010
 """Seconds of work that a group should have at least."""
@@ -30,7 +31,8 @@ _GROWTH: Final = 4
 _PACE: Final = 0.1
 """Seconds between two reports of progress."""
 _BYTES: Final = 1024 * 1024
-"""Groups stay below this size."""
+_PARTS: Final = 256
+"""A group has no more bytes than this, and no more buffers beside its pickles; but one item has what it needs."""
 _LONGEST: Final = 100
 """Most characters of an item in a message."""
 _REPR: Final = reprlib.Repr()
@@ -95,15 +97,21 @@ class MapCall:
                 first = self._next
                 self._next += count
             try:
-                arguments = _pack(self._calls, first, count)
+                items = _packed(self._calls, range(first, first + count))
                 break
             except Exception as error:
                 if self._errors == "raise":
                     raise
                 self._store(first, [error])
-        if count == 1 and arguments.size * self._most > _BYTES:
-            self._most = max(1, _BYTES // arguments.size)
-        task = Task(replace(self._each, arguments=arguments))
+        groups = [*_groups(items)]
+        if len(groups) > 1:
+            self._most = len(groups[0][1])
+        for at, group in groups:
+            self._give(first + at, group)
+
+    def _give(self, first: int, group: Sequence[codec.Payload]) -> None:
+        count = len(group)
+        task = Task(replace(self._each, arguments=as_group(group)))
         task.each = True
         with self._lock:
             if self.future.done():  # another group has failed while this one was packed
@@ -124,11 +132,11 @@ class MapCall:
         if error is not None and (self._errors == "raise" or not isinstance(error, Exception)):
             self._fail(error)
             return
-        found = future.result() if error is None else (0.0, [error])
-        if not _is_answer(found, count):  # our code on the host did not produce this
+        found: list[Any] = future.result() if error is None else [0.0, error]
+        if len(found) != 1 + count or type(found[0]) is not float:  # our code on the host did not produce this
             self._fail(ProtocolError("invalid reply to map"))
             return
-        spent, values = found
+        spent, *values = found
         with self._lock:
             self._size = self._worthwhile(count, spent, time.monotonic() - task.started)
         self._store(first, values)
@@ -201,21 +209,28 @@ def _short(arguments: tuple[Any, ...]) -> str:
     return printable(" ".join(text.split()))[:_LONGEST]
 
 
-def _pack(calls: Sequence[Call[Any]], first: int, count: int) -> codec.Payload:
-    """The arguments of several calls in one payload. Raises NotPicklable, naming the item and its argument."""
-    group = calls[first : first + count]
+def _packed(calls: Sequence[Call[Any]], which: Sequence[int]) -> Sequence[codec.Payload]:
+    """The arguments of these calls. Raises NotPicklable, naming the item and its argument."""
+    dump, items, index = codec.dumper(), [], 0
     try:
-        return codec.dumps(([call.args for call in group], None))
+        for index in which:
+            items.append(dump(calls[index].args))
     except Exception:
-        for index, call in enumerate(group, first):
-            try:
-                pack_arguments(call)
-            except Exception as error:
-                _say_which(error, calls, index, 1)
-                raise
+        try:
+            pack_arguments(calls[index])
+        except Exception as error:
+            _say_which(error, calls, index, 1)
+            raise
         raise
+    return items
 
 
-def _is_answer(found: Any, count: int) -> bool:
-    """A valid reply has the seconds that it took, and one result per item."""
-    return type(found) is tuple and [*map(type, found)] == [float, list] and len(found[1]) == count
+def _groups(items: Sequence[codec.Payload]) -> Iterator[tuple[int, Sequence[codec.Payload]]]:
+    """Divides items into groups that are not too large for a message, each with the index of its first item."""
+    begin = size = parts = 0
+    for index, item in enumerate(items):
+        if index > begin and (size + item.size > _BYTES or parts + len(item.buffers) > _PARTS):
+            yield begin, items[begin:index]
+            begin, size, parts = index, 0, 0
+        size, parts = size + item.size, parts + len(item.buffers)
+    yield begin, items[begin:]

@@ -21,7 +21,7 @@ from typing import Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.calls.pack import PackedCall
-from skyfab.calls.results import deliver, unpack_result
+from skyfab.calls.results import deliver, unpack_group, unpack_result
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
 from skyfab.pool.gpus import Gpus
 from skyfab.pool.node import Node, WorkerSpec
@@ -324,7 +324,9 @@ class Scheduler:
             self._finish(task)
             return
         done, label = functools.partial(self._finish, task), task.call.label
-        deliver(done, message, buffers, host=slot.node.name, rank=None, label=label, untrusted=self.untrusted)
+        unpack = unpack_group if task.each else unpack_result
+        about = {"host": slot.node.name, "rank": None, "label": label, "untrusted": self.untrusted}
+        deliver(done, message, buffers, unpack=unpack, **about)
 
     def _measure(self, task: Task, slot: Slot) -> None:
         now = time.monotonic()

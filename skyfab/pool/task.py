@@ -40,7 +40,7 @@ class Task:
         self.on = on
         """The only node on which it may run; None for any."""
         self.each = False
-        """The one argument is a list of argument tuples; the result is the seconds it took and a list of results."""
+        """Its arguments are a group of tuples; the result is a list: the seconds that it took, and the results."""
         self.conversation: Conversation | None = None
         """The exchanges with it while it runs, if there are any; from `enter` on."""
         self.future = CallFuture()

@@ -1,6 +1,12 @@
-"""Values of a stream in messages: small ones share a message, each large one has its own. Both sides use it."""
+"""Several values in one message, each pickled by itself. Both sides use it.
+
+Small values of a stream share a message, each large one has its own. A `map` sends items in groups.
+"""
 
 from __future__ import annotations
+
+import itertools
+import struct
 
 from skyfab.errors import ProtocolError
 from skyfab.protocol import codec
@@ -8,7 +14,7 @@ from skyfab.protocol.mux import SMALL
 
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from typing import Any
 
 BYTES = 4 * 1024 * 1024 // 3
@@ -59,3 +65,36 @@ def separated(message: Any, buffers: list[memoryview]) -> list[list[memoryview]]
     if len(values) != message.count:
         raise ProtocolError("invalid message with values")
     return values
+
+
+def as_group(values: Sequence[codec.Payload]) -> codec.Payload:
+    """Several values as one payload: a table with the size and the number of buffers of each, and then what they have.
+
+    >>> [codec.loads(*value) for value in of_group([memoryview(as_group([codec.dumps(1), codec.dumps("b")]).data)])]
+    [1, 'b']
+    """
+    table = [number for value in values for number in (len(value.data), len(value.buffers))]
+    head = struct.pack(f"<{1 + len(table)}Q", len(values), *table)
+    refs = {key: name for value in values for key, name in value.refs.items()}
+    kinds = {key: kind for value in values for key, kind in value.kinds.items()}
+    buffers = [buffer for value in values for buffer in value.buffers]
+    return codec.Payload(b"".join((head, *(value.data for value in values))), buffers, refs, kinds)
+
+
+def of_group(buffers: Sequence[memoryview]) -> list[list[memoryview]]:
+    """The values of a group, each as its buffers. Raises ProtocolError."""
+    data, *rest = buffers
+    try:
+        (count,) = struct.unpack_from("<Q", data)
+        table = struct.unpack_from(f"<{2 * count}Q", data, 8)
+    except struct.error:
+        raise ProtocolError("a group of values without a table") from None
+    sizes, counts = table[::2], table[1::2]
+    ends = [*itertools.accumulate(sizes, initial=8 + 16 * count)]
+    lasts = [*itertools.accumulate(counts, initial=0)]
+    if ends[-1] != len(data) or lasts[-1] != len(rest):
+        raise ProtocolError("a group of values that does not fit its table")
+    return [
+        [data[ends[at] : ends[at + 1]], *rest[lasts[at] : lasts[at + 1]]]  # its pickle, and its buffers
+        for at in range(count)
+    ]

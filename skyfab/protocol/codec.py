@@ -66,6 +66,14 @@ class Payload:
         sizes = [(kind, len(found)) if kind else len(found) for kind, found in zip(kinds, self.buffers, strict=True)]
         return (len(self.data), *sizes)
 
+    def copied(self) -> Payload:
+        """The same with buffers of its own, which do not change with the object."""
+        if not self.buffers:
+            return self
+        own = {*self.refs, *self.kinds}
+        buffers = [buffer if id(buffer) in own else memoryview(bytes(buffer)) for buffer in self.buffers]
+        return Payload(self.data, buffers, self.refs, self.kinds)
+
     @property
     def size(self) -> int:
         """Size in bytes without packed objects, which are sent to a host only once."""
@@ -102,7 +110,25 @@ def dumps(
         for storage in pickler.storages.values():
             storage.release()
         raise
-    return Payload(b"".join(beside.pieces), beside.buffers, beside.refs or _NO_REFS, beside.kinds or _NO_REFS)
+    return beside.payload()
+
+
+def dumper() -> Callable[[Any], Payload]:
+    """A function that pickles many values, each by itself, in less time than `dumps`."""
+    beside = _Beside()
+    pickler = _Pickler(beside, None, same_gpus=False)
+
+    def dump(value: Any) -> Payload:
+        if type(value) in _ATOMS or (type(value) is tuple and _ATOMS.issuperset(map(type, value))):
+            return Payload(pickle.dumps(value, protocol=5))
+        beside.begin()
+        pickler.clear_memo()
+        pickler.storages.clear()
+        pickler.dump(value)
+        return beside.payload()
+
+    forget_unused()
+    return dump
 
 
 def dumps_exception(error: Exception) -> Payload:
@@ -159,11 +185,18 @@ class _Beside:
     """
 
     def __init__(self) -> None:
+        self.packed: dict[pickle.PickleBuffer, str] = {}
+        self.begin()
+
+    def begin(self) -> None:
         self.pieces: list[bytes] = []
         self.buffers: list[memoryview] = []
         self.kinds: dict[int, str] = {}
         self.refs: dict[int, str] = {}
-        self.packed: dict[pickle.PickleBuffer, str] = {}
+        self.packed.clear()
+
+    def payload(self) -> Payload:
+        return Payload(b"".join(self.pieces), self.buffers, self.refs or _NO_REFS, self.kinds or _NO_REFS)
 
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
         try:

@@ -193,7 +193,8 @@ class Call(Message):
     parts: Sequence[Part]
     timeout: float | None = None
     each: bool = False
-    """Call the function for every tuple of a list; the result is the duration in seconds, and the list of results."""
+    """The arguments are a group of tuples (protocol/batches.py): call the function for each. The result is a group of
+    the duration in seconds and the results."""
     streams: bool = False
     """The client and the running call exchange values: see Exchange."""
     ask: int = 0
@@ -348,6 +349,8 @@ class Ended(Message):
     text: str = ""
     exitcode: int | None = None
     traceback: str = ""
+    item: int | None = None
+    """As in Raised."""
 
 
 class Yielded(Message):

@@ -527,6 +527,13 @@ def test_a_pool_has_a_timeout_for_functions_that_have_none(open_pool: Callable[.
     assert sky.function(timeout=60)(time.sleep)(0.6) >> pool is None
 
 
+def test_options_count_where_the_function_is_the_first_argument(pool: sky.Compute) -> None:
+    with pytest.raises(sky.CallTimeout):
+        sky.function(time.sleep, timeout=0.3)(600) >> pool
+    with pytest.raises(sky.UsageError):
+        sky.function(time.sleep, timeout=-1)
+
+
 def test_waiting_for_a_result_with_a_timeout_leaves_the_call_running(pool: sky.Compute, spot: Spot) -> None:
     future = wait_at(spot / "go", 5) > pool
     with pytest.raises(futures.TimeoutError):

@@ -53,7 +53,6 @@ def touch(folder: str, number: int, seconds: float) -> int:
 
 
 def total(array: Any, factor: int, more: Any = None) -> float:
-    array += 0  # every task may write to its copy
     return float(array.sum()) * factor + (0 if more is None else float(more.sum()))
 
 
@@ -157,6 +156,21 @@ def test_a_large_array_is_sent_once_by_its_content(
     assert not made, "an array of one task is not kept on the host"
     text = numpy.str_("x" * 600_000)
     assert joblib.Parallel(n_jobs=2)(joblib.delayed(len)(text) for _ in range(2)) == [600_000] * 2
+
+
+def cleared(array: Any, number: int) -> float:
+    array[:] = 0
+    return number
+
+
+@pytest.mark.parametrize("batch", [1, 20])
+def test_no_task_changes_a_large_array_of_others(joblib: Any, three: sky.Compute, batch: int) -> None:
+    import numpy as np
+
+    array = np.ones(200_000)
+    tasks = (joblib.delayed(cleared)(array, number) for number in range(60))
+    with pytest.raises(ValueError, match="read-only"):
+        joblib.Parallel(n_jobs=-1, batch_size=batch)(tasks)
 
 
 def test_results_come_as_a_generator(joblib: Any, three: sky.Compute) -> None:

@@ -548,6 +548,19 @@ def test_children_that_a_function_has_started_are_gone_when_the_pool_closes(
     clean()
 
 
+def test_a_zygote_that_a_function_has_stopped_ends_with_its_pool(
+    open_pool: Callable[..., sky.Compute], clean: Callable[[], None]
+) -> None:
+    @sky.function
+    def stop() -> None:
+        os.kill(os.getppid(), signal.SIGSTOP)
+
+    pool = open_pool("openssh", count=1, lease=600)
+    stop() >> pool
+    pool.close()
+    clean()
+
+
 @pytest.mark.parametrize("how", ["close", "cancel", "timeout", "kill", "program"])
 def test_shared_memory_and_semaphores_go_with_their_processes(
     hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot, clean: Callable[[], None], how: str

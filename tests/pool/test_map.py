@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import skyfab as sky
@@ -13,6 +15,7 @@ from skyfab.pool import map as module
 from skyfab.pool.map import MapCall
 from skyfab.pool.task import Task
 from skyfab.protocol import codec
+from skyfab.protocol.batches import of_group
 
 
 class FakeScheduler:
@@ -28,8 +31,8 @@ class FakeScheduler:
         self.tasks.append(task)
 
     def items(self, task: Task) -> list[Any]:
-        items, _ = codec.loads(task.call.arguments.data, task.call.arguments.buffers)
-        return [item for (item,) in items]
+        packed = task.call.arguments
+        return [codec.loads(data, more)[0] for data, *more in of_group([memoryview(packed.data), *packed.buffers])]
 
 
 class Stage:
@@ -57,7 +60,7 @@ class Stage:
     def answer(self, number: int, spent: float) -> None:
         """The result of each item is the item."""
         task = self.scheduler.tasks[number]
-        task.future.settle((spent, self.scheduler.items(task)))
+        task.future.settle([spent, *self.scheduler.items(task)])
 
 
 @pytest.fixture(autouse=True)
@@ -156,7 +159,7 @@ def test_groups_of_large_items_stay_small() -> None:
     assert max(stage.groups) == 3
 
 
-@pytest.mark.parametrize("found", [None, (0.1,), (0.1, [1, 2]), (1, [1]), (0.1, (1,)), [0.1, [1]]])
+@pytest.mark.parametrize("found", [[], [0.1], [0.1, 1, 2], [1, 1], [None, 1]])
 def test_an_answer_that_is_none_ends_the_map(found: object) -> None:
     stage = Stage(list(range(5)))
     stage.scheduler.tasks[0].future.settle(found)
@@ -311,3 +314,68 @@ def test_a_call_where_the_function_belongs() -> None:
     with sky.Compute("local", ui="none") as compute:
         with pytest.raises(sky.UsageError, match=r"write compute\.map\(halved, items\)"):
             compute.map(sky.function(halved)(1), [1, 2])
+
+
+# ---- items of a group do not see each other
+
+
+def appended(numbers: list[int]) -> int:
+    numbers.append(0)
+    return len(numbers)
+
+
+def mean(numbers: Any) -> float:
+    found = float(numbers.mean())
+    numbers[:] = 0
+    return found
+
+
+SCRATCH = np.zeros(1000)
+
+
+def filled(number: int) -> Any:
+    SCRATCH[:] = number
+    return SCRATCH
+
+
+def pair(number: int) -> Any:
+    return [number, (each for each in ()) if number == 70 else None]
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[sky.Compute]:
+    with sky.Compute("local", slots=2, ui="none") as compute:
+        yield compute
+
+
+def test_what_a_call_changes_in_its_arguments_no_other_call_sees(pool: sky.Compute) -> None:
+    assert pool.map(appended, [[]] * 100) == [1] * 100
+
+
+@pytest.mark.parametrize("size", [10, 1000, 200_000])
+def test_nor_in_arrays_of_any_size(pool: sky.Compute, size: int) -> None:
+    array = np.ones(size)
+    assert pool.map(mean, [array] * 60) == [1.0] * 60
+    assert pool.map(mean, [pool.put(array)] * 60) == [1.0] * 60
+
+
+def test_a_result_is_as_it_was_when_the_call_returned_it(pool: sky.Compute) -> None:
+    assert [set(found) for found in pool.map(filled, range(100))] == [{number} for number in range(100)]
+
+
+def test_a_result_as_plain_data_too() -> None:
+    kept = [0]
+
+    def keep(number: int) -> list[int]:
+        kept[0] = number
+        return kept
+
+    with sky.Compute("local", results="data", ui="none") as compute:
+        assert compute.map(keep, range(100)) == [[number] for number in range(100)]
+
+
+def test_a_result_that_cannot_be_pickled_has_the_index_of_its_item(pool: sky.Compute) -> None:
+    with pytest.raises(sky.NotPicklable) as caught:
+        pool.map(pair, range(100))
+    assert caught.value.item_index == 70  # type: ignore[attr-defined]
+    assert pool.map(appended, [[]] * 3) == [1] * 3

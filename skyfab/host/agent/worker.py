@@ -27,13 +27,14 @@ from skyfab.host.agent.outcomes import cut, describe, exited, said, trace
 from skyfab.host.agent.store import Blobs, NotStored
 from skyfab.host.agent.worker_setup import set_up
 from skyfab.protocol import codec, messages
+from skyfab.protocol.batches import as_group, of_group
 from skyfab.protocol.blobs import Assembly, names_blobs, split
 from skyfab.protocol.frames import BYE, CHUNK, DATA, HEAD, Reader, data_header, frame, head_frame
 from skyfab.protocol.mux import SMALL
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
     from typing import Any
 
     from skyfab.protocol.frames import Buffer
@@ -68,6 +69,10 @@ def main(source: int, sink: int, request: dict[str, Any]) -> None:
 
 def _at_once(function: Callable[..., Any], *arguments: Any) -> None:
     function(*arguments)
+
+
+class _NotEncoded(Exception):
+    """The result of an item, of this type, cannot be pickled. The cause is why."""
 
 
 class Worker(context.Client):
@@ -227,37 +232,32 @@ class Worker(context.Client):
             self._raised(stream, error)
         else:
             if call.each:
-                again = functools.partial(self._again, call.parts, tuple(buffers)) if names_blobs(call.parts) else None
-                function = functools.partial(self._each, function, again)
+                function = functools.partial(self._each, function, of_group(buffers))
+                buffers = [memoryview(codec.dumps((None,)).data)]
             elif self._elastic is not None:
                 work = function, [*map(bytearray, buffers)]
                 function = functools.partial(self._elastic.run_elastic_agent, context.instance_info(), work)
                 buffers = [memoryview(codec.dumps((None,)).data)]
             self._perform(stream, function, buffers, same_gpus=call.same_gpus and not self.plain)
 
-    def _again(self, parts: Sequence[messages.Part], buffers: Sequence[memoryview]) -> Any:
-        """Unpickles the items of a call again, with unmodified blobs from the store."""
-        data, *rest = [
-            self._blob(part[0], *part[2:]) if names_blobs((part,)) else buffer
-            for part, buffer in zip(parts, buffers, strict=True)
-        ]
-        return codec.loads(data, rest)[0]
+    def _each(self, function: Any, items: list[list[memoryview]]) -> codec.Payload:
+        """Calls a function for every item.
 
-    def _each(
-        self, function: Any, again: Callable[[], Any] | None, items: list[tuple[Any, ...]]
-    ) -> tuple[float, list[Any]]:
-        """Calls a function for every item. With `again`, each item is unpickled again, so that in-place changes by one
-        call are not visible to the next."""
+        Arguments are unpickled when their turn comes, and results pickled when they are returned: what one call changes
+        is not visible to others.
+        """
         began = time.perf_counter()
-        if again is None:
-            results = [context.awaited(function(*item)) for self._item, item in enumerate(items)]
-        else:
-            results = [
-                context.awaited(function(*(again() if self._item else items)[self._item]))
-                for self._item in range(len(items))
-            ]
+        dump = self.encoding.dumps if self.plain else codec.dumper()
+        results = []
+        for self._item, (data, *more) in enumerate(items):
+            result = context.awaited(function(*codec.loads(data, more)))
+            try:
+                payload = dump(result)
+            except BaseException as error:
+                raise _NotEncoded(type(result).__qualname__) from error
+            results.append(payload.copied() if len(items) > 1 else payload)
         self._item = None
-        return time.perf_counter() - began, results
+        return as_group([self.encoding.dumps(time.perf_counter() - began), *results])
 
     def _perform(self, stream: int, function: Any, buffers: list[memoryview], *, same_gpus: bool) -> None:
         conversation = None
@@ -290,6 +290,8 @@ class Worker(context.Client):
             self._end_child(1)
             if conversation is not None and conversation.unpicklable:
                 self._unpicklable(stream, "a value that it yielded", conversation.unpicklable, error)
+            elif isinstance(error, _NotEncoded):
+                self._unpicklable(stream, "the result", str(error), error.__cause__ or error)
             else:
                 self._raised(stream, error)
             return
@@ -307,7 +309,8 @@ class Worker(context.Client):
         why, text = "unpicklable", f"{what}, a {kind}, cannot be pickled: {said(error) or type(error).__name__}"
         if self.plain:
             why, text = "not_plain", said(error)
-        self.answer(stream, messages.Ended(why=why, text=cut(text), traceback=cut(trace(error))).encode())
+        item, self._item = self._item, None
+        self.answer(stream, messages.Ended(why=why, text=cut(text), traceback=cut(trace(error)), item=item).encode())
 
     def _function(self, digest: str) -> Any:
         if not isinstance(self._functions[digest], (Assembly, list)):

@@ -96,6 +96,8 @@ class Zygote:
     def close(self) -> None:
         """Terminates the zygote and, through it, every worker."""
         self._socket.close()
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGCONT)  # a function may have stopped it
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 

@@ -308,7 +308,7 @@ def test_output_that_cannot_be_written_is_one_line_and_an_error(folder: Path) ->
         (">&-", "error: standard output is closed\nhint: to discard what is printed, append >/dev/null\n"),
         (">/dev/full", "error: standard output: No space left on device\n"),
     ):
-        for task in ("hosts here", "hosts here --json", "--help", "exec here -- echo hi", "put inventory.toml"):
+        for task in ("hosts here", "hosts here --json", "--help", "exec here -- echo hi", "put hello.py --hosts=here"):
             line = f"{program} {task} {redirected}"
             ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, stderr=subprocess.PIPE, text=True)
             assert (ran.returncode, ran.stderr) == (1, says), task

@@ -26,6 +26,9 @@ from skyfab.session.timing import Timing
 from skyfab.ssh.base import Stream
 
 _LAST_STREAM: Final = 2**32 - 1
+_EXIT: Final = 0.5
+"""Seconds for the processes of an agent that has said goodbye to exit. Then the stream ends, unless a login script has
+left a process that has it open."""
 
 
 class Connection:
@@ -136,7 +139,8 @@ class Connection:
                 self._end(None)
             actions = self._actions()
         run(actions)
-        self._reader.wait(lambda: self._told, timeout + 1, self)
+        self._reader.wait(lambda: self._told or self.replies.is_done, timeout + 1, self)
+        self._reader.wait(lambda: self._told, _EXIT, self)
         with SIGNAL_GUARD, self.lock:
             self._end(None)
             self._unwatch()
@@ -366,8 +370,6 @@ class Connection:
         except SkyfabError as error:
             error.host = error.host or self.host
             self._end(error)
-        if self.replies.is_done and self.state in LEAVING:
-            self._end(None)
 
     def flush(self) -> None:
         """Writes as much as possible."""

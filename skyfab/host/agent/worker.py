@@ -290,7 +290,7 @@ class Worker(context.Client):
             self._end_child(1)
             if conversation is not None and conversation.unpicklable:
                 self._unpicklable(stream, "a value that it yielded", conversation.unpicklable, error)
-            elif isinstance(error, _NotEncoded):
+            elif type(error) is _NotEncoded:  # it may refuse to be examined
                 self._unpicklable(stream, "the result", str(error), error.__cause__ or error)
             else:
                 self._raised(stream, error)

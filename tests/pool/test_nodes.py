@@ -213,6 +213,7 @@ def test_an_interrupt_while_hosts_are_closed_leaves_the_rest_to_the_end_of_the_p
     with pytest.raises(KeyboardInterrupt):
         close_all([node])
     assert registered == [module.end_all]  # type: ignore[attr-defined]
+    close_all([node])  # it is not waited for again
 
 
 @pytest.mark.parametrize(

@@ -131,6 +131,7 @@ class FakeNode:
         self.gpus = (0, 1)
         self.session = FakeSession(error)
         self.lost: Exception | None = None
+        self.is_left = False
         self.is_gone = False
         self.callers: list[Any] = []
         self.specs: list[Any] = []

@@ -21,6 +21,7 @@ from skyfab.host.agent.lease import Lease
 from skyfab.host.agent.outcomes import describe
 from skyfab.inventory.host import Host
 from skyfab.protocol import NO_AGENT, VERSION, codec, messages
+from skyfab.protocol.batches import as_group, of_group
 from skyfab.protocol.blobs import Assembly, names_blobs, split
 from skyfab.protocol.frames import CHUNK
 from skyfab.protocol.mux import SMALL, Mux
@@ -419,8 +420,8 @@ class Worker:
 
     def _begin(self) -> None:
         stream, call, buffers = self._calls[0]
-        items = codec.loads(buffers[0], buffers[1:])[0] if call.each else [None]
-        seconds = functions.duration(self._loop.random) * self._agent.host.pace * len(items)
+        count = len(of_group(buffers)) if call.each else 1
+        seconds = functions.duration(self._loop.random) * self._agent.host.pace * count
         wait = max(self._ready_at, self._loop.now) - self._loop.now
         self._loop.after(wait + seconds, lambda: self._done(stream, call, buffers, seconds))
 
@@ -429,7 +430,7 @@ class Worker:
             return
         self._calls.popleft()
         try:
-            payload = codec.dumps(self._result(call, buffers, seconds))
+            payload = self._result(call, buffers, seconds)
         except Exception as error:
             message, raised = describe(error, codec, item=None, plain=False)
             self._agent.reply(stream, message, raised)
@@ -440,15 +441,16 @@ class Worker:
         if self._calls:
             self._begin()
 
-    def _result(self, call: messages.Call, buffers: list[memoryview], seconds: float) -> Any:
+    def _result(self, call: messages.Call, buffers: list[memoryview], seconds: float) -> codec.Payload:
         function, plugins = _loaded(call.function, self._agent.functions[call.function])
-        *args, kwargs = codec.loads(buffers[0], buffers[1:])
         functions.enter(self._agent.host.host.name, self._info)
         if call.each:
-            return seconds, [function(*item) for item in args[0]]
+            results = [function(*codec.loads(data, more)) for data, *more in of_group(buffers)]
+            return as_group([*map(codec.dumps, (seconds, *results))])
+        *args, kwargs = codec.loads(buffers[0], buffers[1:])
         value = function(*args, **(kwargs or {}))
         is_elastic = any(plugin.elastic for plugin in plugins) and "rank" in self._info
-        return [(self._info["rank"], value)] if is_elastic else value
+        return codec.dumps([(self._info["rank"], value)] if is_elastic else value)
 
     def cancel(self, streams: Sequence[int], *, begun: bool) -> None:
         for call in list(self._calls):

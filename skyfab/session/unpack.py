@@ -35,14 +35,18 @@ try:
         with open(draft + "/sizes", "wb") as file:  # by which each start recognizes files that are damaged
             file.write(sizes + b"end")
         try:
-            is_there = os.path.getsize(target + "/__main__.py") > 0  # unpacked by another pool meanwhile
-        except OSError:
-            is_there = False
-        if not is_there:
-            shutil.rmtree(target, ignore_errors=True)
             os.rename(draft, target)
+        except OSError:
+            try:
+                is_there = os.path.getsize(target + "/__main__.py") > 0  # unpacked by another pool meanwhile
+            except OSError:
+                is_there = False
+            if not is_there:
+                os.rename(target, draft + ".old")  # at once: another pool never starts a part of it
+                os.rename(draft, target)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
+        shutil.rmtree(draft + ".old", ignore_errors=True)
 except OSError as error:
     if not os.path.isdir(target):
         say("failed " + str(error))

@@ -22,13 +22,10 @@ from skyfab.session.reader import Action, SharedReader, run
 from skyfab.session.reconnect import Joiner, Link, Reconnector, as_lost, close, close_later
 from skyfab.session.replies import Answer, Failure, Listener, PendingRequest, Replies
 from skyfab.session.state import LEAVING, NEXT, State
-from skyfab.session.timing import Timing
+from skyfab.session.timing import EXIT, Timing
 from skyfab.ssh.base import Stream
 
 _LAST_STREAM: Final = 2**32 - 1
-_EXIT: Final = 0.5
-"""Seconds for the processes of an agent that has said goodbye to exit. Then the stream ends, unless a login script has
-left a process that has it open."""
 
 
 class Connection:
@@ -140,7 +137,7 @@ class Connection:
             actions = self._actions()
         run(actions)
         self._reader.wait(lambda: self._told or self.replies.is_done, timeout + 1, self)
-        self._reader.wait(lambda: self._told, _EXIT, self)
+        self._reader.wait(lambda: self._told, EXIT, self)
         with SIGNAL_GUARD, self.lock:
             self._end(None)
             self._unwatch()

@@ -9,6 +9,8 @@ from typing import Final
 
 HEARTBEAT: Final = 1.0
 SUSPECT_AFTER: Final = 3.0
+EXIT: Final = 0.5
+"""Seconds that an agent has to exit after its goodbye. A login script may have left processes that do not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,17 @@ from skyfab.calls.stream import parameters
 from skyfab.context import yields
 from skyfab.errors import NotPicklable, UsageError
 
+if TYPE_CHECKING:
+    from typing_extensions import TypedDict, Unpack
+
+    class _Options(TypedDict, total=False):
+        timeout: float | None
+        retries: int
+        stall: float | None
+        ahead: int
+        gpus: float
+
+
 P = ParamSpec("P")
 R = TypeVar("R")
 Errors = Literal["raise", "return"]
@@ -160,36 +171,13 @@ def _rebuild(fn: Callable[P, R], options: dict[str, Any]) -> Function[P, R]:
 
 
 @overload
-def function(
-    fn: Callable[P, Coroutine[Any, Any, R]],  # R is what the coroutine returns
-    /,
-    *,
-    timeout: float | None = None,
-    retries: int = 0,
-    stall: float | None = None,
-    ahead: int = AHEAD,
-    gpus: float = 0,
+def function(  # R is what the coroutine returns
+    fn: Callable[P, Coroutine[Any, Any, R]], /, **options: Unpack[_Options]
 ) -> Function[P, R]: ...
 @overload
-def function(
-    fn: Callable[P, R],
-    /,
-    *,
-    timeout: float | None = None,
-    retries: int = 0,
-    stall: float | None = None,
-    ahead: int = AHEAD,
-    gpus: float = 0,
-) -> Function[P, R]: ...
+def function(fn: Callable[P, R], /, **options: Unpack[_Options]) -> Function[P, R]: ...
 @overload
-def function(
-    *,
-    timeout: float | None = None,
-    retries: int = 0,
-    stall: float | None = None,
-    ahead: int = AHEAD,
-    gpus: float = 0,
-) -> Callable[[Callable[P, R]], Function[P, R]]: ...
+def function(**options: Unpack[_Options]) -> Callable[[Callable[P, R]], Function[P, R]]: ...
 def function(
     fn: Any = None,
     /,

@@ -12,7 +12,7 @@ from typing import Final, Literal
 from skyfab.ui.terminal import clean, is_rich, put
 
 _LEAST: Final = 24
-"""Columns of the last cell, at least, if it needs so many."""
+"""Columns of the last cell, at least, if it needs that many."""
 _CUT: Final = 8
 """Columns that a cell has at least."""
 

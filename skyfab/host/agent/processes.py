@@ -43,12 +43,11 @@ def offspring() -> list[int]:
 
 def _children(pid: int) -> list[int]:
     """Those of all threads of a process; none if this is not Linux, or a kernel that does not list them."""
-    found: list[int] = []
-    with contextlib.suppress(OSError):  # also if it has ended
-        for thread in os.listdir(f"/proc/{pid}/task"):
-            with open(f"/proc/{pid}/task/{thread}/children") as file:
-                found += map(int, file.read().split())
-    return found
+    try:
+        threads = os.listdir(f"/proc/{pid}/task")
+    except OSError:  # also if it has ended
+        return []
+    return [int(word) for thread in threads for word in _now(pid, f"task/{thread}/children").split()]
 
 
 def has_variable(pid: int, *words: str) -> bool:

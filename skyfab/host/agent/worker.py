@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 
 _COROUTINE = types.CoroutineType
+_NO_ARGUMENTS = codec.dumps((None,)).data
 
 
 def main(source: int, sink: int, request: dict[str, Any]) -> None:
@@ -233,11 +234,11 @@ class Worker(context.Client):
         else:
             if call.each:
                 function = functools.partial(self._each, function, of_group(buffers))
-                buffers = [memoryview(codec.dumps((None,)).data)]
+                buffers = [memoryview(_NO_ARGUMENTS)]
             elif self._elastic is not None:
                 work = function, [*map(bytearray, buffers)]
                 function = functools.partial(self._elastic.run_elastic_agent, context.instance_info(), work)
-                buffers = [memoryview(codec.dumps((None,)).data)]
+                buffers = [memoryview(_NO_ARGUMENTS)]
             self._perform(stream, function, buffers, same_gpus=call.same_gpus and not self.plain)
 
     def _each(self, function: Any, items: list[list[memoryview]]) -> codec.Payload:

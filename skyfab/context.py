@@ -6,7 +6,8 @@ import functools
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from types import AsyncGeneratorType, CoroutineType
 from typing import Any, Literal, NamedTuple, TypeVar
@@ -238,6 +239,10 @@ def shard(*data: Any, shuffle: bool = False, seed: int = 0, drop_last: bool = Fa
     """
     if not data:
         raise TypeError("shard() needs at least one argument")
+    for column in data:
+        if isinstance(column, Mapping) or not hasattr(column, "__getitem__"):
+            kind = type(column).__name__
+            raise TypeError(f"shard() takes sequences, arrays, tensors and data frames, not {kind}")
     lengths = {len(column) for column in data}
     if len(lengths) > 1:
         sizes = ", ".join(str(len(column)) for column in data)
@@ -265,7 +270,9 @@ def _share(length: int, info: InstanceInfo, *, shuffle: bool, seed: int, drop_la
 
 def _take(column: Any, indices: range | list[int]) -> Any:
     column = getattr(column, "iloc", column)  # pandas: rows by their position, not by their label
-    if isinstance(indices, range) and hasattr(column, "__getitem__") and not isinstance(column, dict):
+    if isinstance(column, deque):
+        return deque([column[i] for i in indices], column.maxlen)
+    if isinstance(indices, range):
         return column[indices.start : indices.stop : indices.step]
     if isinstance(column, (str, bytes)):
         return type(column)().join(column[i : i + 1] for i in indices)  # type: ignore[misc]

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,22 @@ def test_rows_of_pandas_are_taken_by_position(shuffle: bool) -> None:
         expected,
         expected,
     ]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_deque_stays_one(shuffle: bool) -> None:
+    become(1, 2)
+    share = shard(deque(range(6), maxlen=8), shuffle=shuffle)
+    assert share == deque(shard(list(range(6)), shuffle=shuffle))
+    assert share.maxlen == 8
+
+
+@pytest.mark.parametrize("data", [{"a": 1}, {1, 2}, iter([1])], ids=["dict", "set", "iterator"])
+def test_what_has_no_order_is_refused(data: Any) -> None:
+    with pytest.raises(
+        TypeError, match=r"shard\(\) takes sequences, arrays, tensors and data frames, not (dict|set|list)"
+    ):
+        shard(data)
 
 
 def test_with_drop_last_it_is_a_block_of_equal_length() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable, Iterator, Sequence
 
 from skyfab.inventory.host import Host
@@ -20,7 +19,7 @@ def asking(hosts: Sequence[Host], inventory: Inventory, *, show: bool) -> Iterat
 
     If the output is no longer read (`| head`), raises BrokenPipeError.
     """
-    events, is_closed = Events(), threading.Event()
+    events = Events()
 
     def prepare(host: Host, session: str) -> Callable[[Shell], str | None]:
         def install(shell: Shell) -> str | None:
@@ -30,16 +29,13 @@ def asking(hosts: Sequence[Host], inventory: Inventory, *, show: bool) -> Iterat
 
         return install
 
-    def stop() -> None:
-        is_closed.set()
-        asker.stop()
-
     asker = Asker(hosts, inventory, events=events, prepare=prepare)
-    detach = attach(events, "auto", on_closed=stop) if show else lambda: None
+    events.unread.add_done_callback(lambda _: asker.stop())
+    detach = attach(events) if show else lambda: None
     try:
         with asker:
             yield asker
     finally:
         detach()
-    if is_closed.is_set():
+    if events.unread.done():
         raise BrokenPipeError

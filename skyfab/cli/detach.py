@@ -6,7 +6,7 @@ import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -26,13 +26,22 @@ _QUESTION: Final = "interrupted: [s]top, [d]etach and leave it running, or [c]on
 
 
 def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
-    """``call @ compute``. At a terminal, Ctrl-C asks what to do; if that is to detach it, returns the run."""
+    """``call @ compute``. At a terminal, Ctrl-C asks what to do; if that is to detach it, returns the run.
+
+    If the output is no longer read (`| head`), stops the call and raises BrokenPipeError.
+    """
     future: Future[Any] = compute.submit(call, on="all")
+    unread = compute.events.unread
+    unread.add_done_callback(lambda _: future.cancel())
     while True:
         try:
             with compute.events.waiting:
                 results: list[R] = future.result()
                 return results
+        except CancelledError:
+            if not unread.done():
+                raise
+            raise BrokenPipeError from None
         except KeyboardInterrupt as error:
             choice = asked(future.done)
             if choice == "stop":

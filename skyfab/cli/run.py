@@ -120,7 +120,7 @@ def run(
         mirrors = [] if detach else start_mirrors(compute, mirror, limit, Path())
         try:
             run = compute.launch(call, name=name) if detach else broadcast(compute, call, name=name or label)
-        except (BroadcastError, KeyboardInterrupt) as error:
+        except (BroadcastError, BrokenPipeError, KeyboardInterrupt) as error:
             _save(compute, get, mirrors, error)
             raise
         if not isinstance(run, Run):
@@ -157,8 +157,9 @@ def _save(compute: Compute, patterns: Sequence[str], mirrors: Sequence[Mirror], 
     from skyfab.cli.put import tell_not_fetched
 
     try:
-        if (patterns or mirrors) and isinstance(error, KeyboardInterrupt):
-            print("interrupted: stopping, then fetching files; Ctrl-C again to skip fetching", file=sys.stderr)
+        if (patterns or mirrors) and not isinstance(error, BroadcastError):
+            what = "interrupted" if isinstance(error, KeyboardInterrupt) else "the output is no longer read"
+            print(f"{what}: stopping, then fetching files; Ctrl-C again to skip fetching", file=sys.stderr)
             compute.wait_for_ranks(_ENDS)
         _bring_back(compute, patterns, mirrors)
     except (SkyfabError, OSError) as trouble:

@@ -19,13 +19,11 @@ def attach(
     kind: Literal["auto", "rich", "plain"] = "auto",
     *,
     timeout: float = TIMEOUT,
-    on_closed: Callable[[], None] = lambda: None,
 ) -> Callable[[], None]:
     """Shows a pool's events from now on; returns a function that writes the rest and stops.
 
     `auto` is a display of its own in a notebook, `rich` if stdout and stderr are both a capable terminal, else `plain`.
-    A thread that emits an event waits up to `timeout` seconds for a slow output. `on_closed` is called, on another
-    thread, when the output is a pipe that is no longer read.
+    A thread that emits an event waits up to `timeout` seconds for a slow output.
     """
     view: View
     if kind == "auto" and is_notebook():
@@ -34,7 +32,7 @@ def attach(
         view = Screen(time.monotonic, timeout, events.waiting)
     else:
         view = Plain(time.monotonic, timeout)
-    view.on_closed = on_closed
+    view.unread = events.unread
     unsubscribe = events.subscribe(view)
 
     def detach() -> None:

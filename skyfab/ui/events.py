@@ -12,6 +12,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final, Literal
@@ -217,6 +218,8 @@ class Events:
         self._subscribers: tuple[Subscriber, ...] = ()
         self._lock = threading.Lock()
         self.waiting = Waiting()
+        self.unread: Future[None] = Future()
+        """Done when events are shown on a pipe that is no longer read (`| head`)."""
 
     def subscribe(self, callback: Subscriber) -> Callable[[], None]:
         """Calls `callback` with each event from now on, on the thread that emits it.

@@ -15,6 +15,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Final
 
 from skyfab.errors import located
@@ -108,8 +109,8 @@ class View(ABC):
         self._urgent = threading.Event()
         self._over = threading.Event()
         self._deaf = False
-        self.on_closed: Callable[[], None] = lambda: None
-        """Called when the output is no longer read."""
+        self.unread: Future[None] = Future()
+        """Done when the output is a pipe that is no longer read."""
         self._progress = threading.Condition()
         self._asked = self._written = 0
         """Number of requests to write all text, and the last request that is fulfilled."""
@@ -211,16 +212,18 @@ class View(ABC):
                 if self._dropped:
                     lines.insert(0, ("stderr", f"skyfab: {self._dropped} lines dropped: the output was not read\n"))
                     self._dropped = 0
+            is_closed = False
             if not self._deaf:
                 try:
                     self._write(lines)
                 except (OSError, ValueError) as error:  # a closed pipe (`| head`) or file
                     self._deaf = True
-                    if isinstance(error, BrokenPipeError):
-                        self.on_closed()
+                    is_closed = isinstance(error, BrokenPipeError)
             with self._progress:
                 self._behind = False
                 self._progress.notify_all()
+        if is_closed and not self.unread.done():
+            self.unread.set_result(None)
 
     def _finish(self) -> None:
         """Waits until everything so far is written, unless the output is behind."""

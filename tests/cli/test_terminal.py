@@ -360,6 +360,20 @@ def test_a_command_whose_output_is_not_read_is_stopped(folder: Path) -> None:
     assert (folder / "code").read_text() == "1\n"
 
 
+def test_a_run_whose_output_is_not_read_is_stopped_and_its_files_are_fetched(folder: Path) -> None:
+    """`| head`, as with a program that runs here."""
+    (folder / "endless.py").write_text(
+        'import pathlib, time\npathlib.Path("made.txt").write_text("kept")\n'
+        'while True:\n    print("line", flush=True)\n    time.sleep(0.1)\n'
+    )
+    line = f"{{ {shlex.join(PROGRAM)} run --hosts=here --get=made.txt endless.py; echo $? >code; }} | head -1"
+    ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=170)
+    assert ran.stdout == "here[0] line\n"
+    assert "the output is no longer read: stopping, then fetching files" in ran.stderr
+    assert (folder / "code").read_text() == "1\n"
+    assert (folder / "made.txt").read_text() == "kept"
+
+
 # ---- completion
 
 

@@ -160,11 +160,28 @@ class Broadcast:
         if done:
             self._finish()
 
-    def abandon(self, error: Exception) -> None:
-        """Fails the future with `error` while the ranks continue. Nothing is stopped."""
+    @property
+    def has_failed(self) -> bool:
+        """A rank has failed: the others are stopped soon."""
+        return bool(self._failures)
+
+    def abandon(self, error: Exception) -> list[tuple[Member, Any, Exception | None]]:
+        """Fails the future with `error` while the ranks continue. Nothing is stopped.
+
+        Returns the members that have replied, each with its result or its error.
+        """
+        if self.gang is None:  # it has not begun
+            self.end(None, error)
+            return []
         with self._lock:
+            replied = [member for member in self.gang.members if member.rank not in self._open]
+            is_running = bool(self._open)
             self._open.clear()
-        self.end(None, error)
+        if is_running:
+            self.end(None, error)
+        found = [(member, self._results[member.rank]) for member in replied]
+        failures = {id(failure) for failure in self._failures}
+        return [(member, *((None, one) if id(one) in failures else (one, None))) for member, one in found]
 
     def end(self, result: Any, error: BaseException | None) -> None:
         """Resolves the future, unless there is another attempt."""

@@ -210,7 +210,7 @@ class Broadcasts:
 
     @property
     def at_work(self) -> Broadcast | None:
-        """The broadcast that is running now, if it was sent to every rank and has not failed or been cancelled."""
+        """The broadcast that is running now, if it was sent to every rank and no host was lost, nor is it stopped."""
         active = self._active
         if active is None or active.gang is None or active.gang.broken:
             return None

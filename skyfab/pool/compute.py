@@ -526,12 +526,17 @@ class Compute(ShownAsTable):
         return self._launched(detacher, chosen)
 
     def detach(self, *, name: str | None = None) -> Run:
-        """Detaches the running broadcast: it continues on the hosts as a run called `name`. Closes the pool."""
+        """Detaches the running broadcast: it continues on the hosts as a run called `name`. Closes the pool.
+
+        If a rank has failed already, raises what the broadcast raises.
+        """
         self._check_open()
         running = self._broadcasts.at_work
         if running is None or running.gang is None:
             hint = "submit(call, on='all') starts one; launch(call), a run"
             raise UsageError("no broadcast is running", hint=hint)
+        if running.has_failed:
+            running.future.result()  # its other ranks are stopped soon
         if running.call.converses or running.call.found:
             what = "it is a generator, or an argument is a stream or an actor"
             raise UsageError(f"{running.call.label} cannot be detached: {what}")

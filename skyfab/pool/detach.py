@@ -6,9 +6,11 @@ import secrets
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from skyfab.calls.pack import PackedCall
+from skyfab.calls.call import Function
+from skyfab.calls.pack import PackedCall, pack_arguments, pack_function
 from skyfab.calls.project import Tree
 from skyfab.errors import CallCancelled, SkyfabError, UsageError
+from skyfab.host.agent.outcomes import replay
 from skyfab.pool.broadcast import Broadcast
 from skyfab.pool.gang import Gang
 from skyfab.pool.node import Node, WorkerSpec
@@ -17,6 +19,7 @@ from skyfab.protocol import messages
 from skyfab.session.replies import Reply
 from skyfab.ui.events import Events
 
+_REPLAY: Final = Function(replay)
 _LONGEST: Final = 100
 """Characters of the name of a run."""
 
@@ -56,11 +59,7 @@ class Detacher:
         def go() -> None:
             (node,) = self._nodes
             self._describe([[0]], world=1, on="one", elastic=False)
-            reply = Reply()  # stays on the host, unless the call cannot be sent
-            node.call("solo.0", spec_of(node, call.tree), call, caller=reply)
-            node.session.wait(lambda: reply.stream > 0 or reply.is_there)
-            if not reply.stream:
-                reply.wait()
+            self._send(node, "solo.0", spec_of(node, call.tree), call)
 
         self._start(go, tree)
 
@@ -82,8 +81,20 @@ class Detacher:
         """Turns a running broadcast into the run. Raises HostLost."""
         assert broadcast.gang is not None
         self._describe_gang(broadcast.gang)
-        broadcast.abandon(CallCancelled(f"{self._label} continues as run {self.id[:8]}"))
+        # From now on hosts keep replies. Those that were sent before are here, and are returned to the hosts.
+        for member, value, error in broadcast.abandon(CallCancelled(f"{self._label} continues as run {self.id[:8]}")):
+            arguments = pack_arguments(_REPLAY(value, error))
+            call = PackedCall(function=pack_function(_REPLAY, each=False), arguments=arguments, label=self._label)
+            self._send(member.node, member.worker, member.spec, call)
         self._leave()
+
+    def _send(self, node: Node, worker: str, spec: WorkerSpec, call: PackedCall) -> None:
+        """Sends a call whose reply stays on the host. Raises the reason if it cannot be sent."""
+        reply = Reply()
+        node.call(worker, spec, call, caller=reply)
+        node.session.wait(lambda: reply.stream > 0 or reply.is_there)
+        if not reply.stream:
+            reply.wait()
 
     def _leave(self) -> None:
         """Raises HostLost unless every host has all of the run. Until then no host is left to run a part alone."""

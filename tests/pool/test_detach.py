@@ -7,9 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from stage.spot import until
 
 import skyfab as sky
+from skyfab.pool.broadcast import Broadcast
 from skyfab.pool.detach import Detacher
+from skyfab.pool.gang import Gang
 from skyfab.pool.node import Node
 
 
@@ -64,6 +67,70 @@ def test_a_broadcast_becomes_a_run(pool: sky.Compute, tmp_path: Path) -> None:
     (tmp_path / "go").touch()
     assert run.result(60) == [0, 1]
     assert run.name == "overnight"
+
+
+@sky.function
+def first_waits_for(path: str) -> dict[str, int]:
+    """The first rank as `wait_for`; the others return at once."""
+    rank = sky.instance_info().rank
+    return {"rank": rank or wait_for.fn(path)}
+
+
+def test_ranks_that_have_returned_are_part_of_the_run(pool: sky.Compute, tmp_path: Path) -> None:
+    """As a script whose first rank evaluates or saves alone at the end."""
+    future = pool.submit(first_waits_for(str(tmp_path / "go")), on="all")
+    until(lambda: len(pool._broadcasts._active._open) == 1)
+    run = pool.detach()
+    with pytest.raises(sky.CallCancelled):
+        future.result(20)
+    (tmp_path / "go").touch()
+    assert run.result(60) == [{"rank": 0}, {"rank": 1}]
+    assert run.state == "done"
+
+
+@sky.function
+def second_fails(path: str) -> int:
+    if sky.instance_info().rank:
+        raise KeyError(path)
+    return wait_for.fn(path)
+
+
+def test_a_broadcast_that_has_failed_cannot_be_detached(pool: sky.Compute, tmp_path: Path) -> None:
+    pool.submit(second_fails(str(tmp_path / "go")), on="all")
+    until(lambda: pool._broadcasts._active.has_failed)
+    with pytest.raises(sky.BroadcastError) as caught:
+        pool.detach()
+    assert isinstance(caught.value.exceptions[0], KeyError)
+
+
+def test_an_error_that_arrives_while_a_broadcast_is_detached_ends_the_run(
+    pool: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def describe(self: Detacher, gang: Gang) -> None:
+        until(lambda: pool._broadcasts._active._failures)
+        monkeypatch.undo()
+        self._describe_gang(gang)
+
+    pool.submit(second_fails(str(tmp_path / "go")), on="all")
+    monkeypatch.setattr(Broadcast, "has_failed", False)
+    monkeypatch.setattr(Detacher, "_describe_gang", describe)
+    run = pool.detach()
+    (tmp_path / "go").touch()
+    with pytest.raises(sky.BroadcastError) as caught:
+        run.result(60)
+    assert isinstance(caught.value.exceptions[-1], KeyError), caught.value.exceptions
+
+
+def test_hosts_of_a_run_cannot_share_a_cache(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    hosts = [sky.Host(name=name, transport="local", cache=str(home / "cache")) for name in ("here1", "here2")]
+    with (
+        sky.Compute(hosts, ui="none") as compute,
+        pytest.raises(sky.SkyfabError, match="shares its cache folder") as caught,
+    ):
+        compute.launch(wait_for("/"))
+    assert "cache" in str(caught.value.hint)
+    assert not list((home / "cache" / "runs").iterdir()), "the part of the first host is removed"
 
 
 @pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[1m", "x" * 101])

@@ -22,6 +22,13 @@ _OURS = (
 """Files whose frames come before the user's: those of workers, and of device workers."""
 
 
+def replay(value: Any, error: Exception | None) -> Any:
+    """Ends a call as an earlier one has ended: a detached run keeps the reply."""
+    if error is not None:
+        raise error
+    return value
+
+
 def exited(error: SystemExit) -> messages.Ended:
     """The reply to a call that called `sys.exit`, which ends the call and not the client's program."""
     code = error.code if isinstance(error.code, int) else 0 if error.code is None else 1

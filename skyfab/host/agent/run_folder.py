@@ -11,6 +11,7 @@ import json
 import os
 import time
 
+from skyfab.errors import HostUnfit
 from skyfab.host.agent.host_info import boot_id
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import inline_size
@@ -31,12 +32,17 @@ class RunFolder:
     """Replaces the Mux for the workers of a detached run: stores what they send."""
 
     def __init__(self, folder: str, about: Mapping[str, Any], mux: Mux) -> None:
-        """Creates the folder. Raises OSError."""
-        os.makedirs(os.path.join(folder, "logs"), mode=0o700)
+        """Creates the folder. Raises OSError, and HostUnfit if another host of the run has the same cache folder."""
+        try:
+            os.makedirs(os.path.join(folder, "logs"), mode=0o700)
+        except FileExistsError:
+            hint = "give each host its own: cache = … in the inventory"
+            raise HostUnfit("it shares its cache folder with another host of this run", hint=hint) from None
         os.mkdir(os.path.join(folder, "times"), mode=0o700)
         self.logs = os.path.join(folder, "logs")
         self.folder = folder
         self._mux = mux
+        self._expected: Sequence[int] = about.get("ranks", ())
         self._ranks: dict[int, int] = {}
         """Calls without a reply: their streams, and the ranks that run them."""
         self._drafts: dict[int, tuple[Any, str, int]] = {}
@@ -81,12 +87,18 @@ class RunFolder:
         self._stopped = True
 
     def close(self) -> None:
-        """Writes the final status; calls without a reply count as stopped."""
+        """Writes the final status; ranks without a reply count as stopped. A run without any call leaves nothing."""
         for stream in list(self._drafts):
             self.forget(stream)
-        for rank in self._ranks.values():
-            self._status["ranks"][str(rank)] = "stopped"
-        states = set(self._status["ranks"].values())
+        ranks = self._status["ranks"]
+        if not ranks:
+            import shutil
+
+            shutil.rmtree(self.folder, ignore_errors=True)
+            return
+        ranks.update((str(rank), "stopped") for rank in self._ranks.values())
+        ranks.update((str(rank), "stopped") for rank in self._expected if str(rank) not in ranks)
+        states = set(ranks.values())
         self._status["state"] = next((bad for bad in ("stopped", "failed") if bad in states), "done")
         self._status["ended"] = time.time()
         self._status["files"] = self.files

@@ -23,16 +23,15 @@ from skyfab.pool.futures import CallFuture
 from skyfab.pool.scheduler import Scheduler
 from skyfab.pool.task import Task
 from skyfab.protocol import codec
-from skyfab.protocol.batches import as_group
+from skyfab.protocol.batches import GROUP_BYTES, GROUP_PARTS, as_group
 
 _WORTH: Final = 0.010
 """Seconds of work that a group should have at least."""
 _GROWTH: Final = 4
 _PACE: Final = 0.1
 """Seconds between two reports of progress."""
-_BYTES: Final = 1024 * 1024
-_PARTS: Final = 256
-"""A group has no more bytes than this, and no more buffers beside its pickles; but one item has what it needs."""
+_LONG: Final = 1e9
+"""More seconds than a group can take."""
 _LONGEST: Final = 100
 """Most characters of an item in a message."""
 _REPR: Final = reprlib.Repr()
@@ -64,6 +63,8 @@ class MapCall:
         self._results: list[Any] = [None] * len(calls)
         self._lock = threading.Lock()
         self._next = 0
+        self._returned: list[range] = []
+        """Items of groups that ended early, because the results of those before them are large."""
         self._left = len(calls)
         self._size = 1
         self._errors = errors
@@ -90,24 +91,36 @@ class MapCall:
         """Sends the next group. Items that cannot be pickled are an error, or have it as their result."""
         while True:
             with self._lock:
-                if self.future.done() or self._next == len(self._calls):
-                    return
-                rest = len(self._calls) - self._next
-                count = max(1, min(self._size, self._most, -(-rest // (2 * self._slots))))
-                first = self._next
-                self._next += count
+                chosen = self._choose()
+            if not chosen:
+                return
             try:
-                items = _packed(self._calls, range(first, first + count))
+                items = _packed(self._calls, chosen)
                 break
             except Exception as error:
                 if self._errors == "raise":
                     raise
-                self._store(first, [error])
+                self._store(chosen.start, [error])
         groups = [*_groups(items)]
         if len(groups) > 1:
             self._most = len(groups[0][1])
         for at, group in groups:
-            self._give(first + at, group)
+            self._give(chosen.start + at, group)
+
+    def _choose(self) -> range:
+        """The items of the next group. None are left if it is empty. With the lock held."""
+        if self.future.done():
+            return range(0)
+        if self._returned:
+            found = self._returned.pop()
+            count = min(self._most, len(found))
+            if count < len(found):
+                self._returned.append(found[count:])
+            return found[:count]
+        rest = len(self._calls) - self._next
+        count = min(rest, max(1, min(self._size, self._most, -(-rest // (2 * self._slots)))))
+        self._next += count
+        return range(self._next - count, self._next)
 
     def _give(self, first: int, group: Sequence[codec.Payload]) -> None:
         count = len(group)
@@ -126,6 +139,13 @@ class MapCall:
             self._running.discard(task)
         if future.cancelled():
             return
+        try:
+            self._take(task, first, count, future)
+        except BaseException as error:  # an item's class may raise anything when it is pickled or shown
+            self._fail(error)
+
+    def _take(self, task: Task, first: int, count: int, future: Future[Any]) -> None:
+        """Keeps the results of a group, and sends the next ones. Raises what prevents that."""
         error = future.exception()
         if error is not None:
             _say_which(error, self._calls, first, count)
@@ -133,18 +153,17 @@ class MapCall:
             self._fail(error)
             return
         found: list[Any] = future.result() if error is None else [0.0, error]
-        if len(found) != 1 + count or type(found[0]) is not float:  # our code on the host did not produce this
-            self._fail(ProtocolError("invalid reply to map"))
-            return
-        spent, *values = found
+        spent, *values = found or [None]
+        if type(spent) is not float or not 0 <= spent < _LONG or not 1 <= len(values) <= count:
+            raise ProtocolError("invalid reply to map")  # our code on the host did not produce this
         with self._lock:
-            self._size = self._worthwhile(count, spent, time.monotonic() - task.started)
+            if len(values) < count:
+                self._most = len(values)
+                self._returned.append(range(first + len(values), first + count))
+            self._size = self._worthwhile(len(values), spent, time.monotonic() - task.started)
         self._store(first, values)
-        try:
-            self._send()
-            self._send()  # one more, so that the host has work while the next reply is in transit
-        except Exception as unsent:
-            self._fail(unsent)
+        self._send()
+        self._send()  # one more, so that the host has work while the next reply is in transit
 
     def _store(self, first: int, values: Sequence[Any]) -> None:
         with self._lock:
@@ -179,6 +198,7 @@ class MapCall:
         with self._lock:
             running = list(self._running)
             self._next = len(self._calls)
+            self._returned.clear()
         for task in running:
             task.future.cancel()
 
@@ -229,7 +249,7 @@ def _groups(items: Sequence[codec.Payload]) -> Iterator[tuple[int, Sequence[code
     """Divides items into groups that are not too large for a message, each with the index of its first item."""
     begin = size = parts = 0
     for index, item in enumerate(items):
-        if index > begin and (size + item.size > _BYTES or parts + len(item.buffers) > _PARTS):
+        if index > begin and (size + item.size > GROUP_BYTES or parts + len(item.buffers) > GROUP_PARTS):
             yield begin, items[begin:index]
             begin, size, parts = index, 0, 0
         size, parts = size + item.size, parts + len(item.buffers)

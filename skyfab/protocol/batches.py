@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 BYTES = 4 * 1024 * 1024 // 3
 """Most bytes in one message, unless one value has more. Two are in progress while the values of a third are used."""
 
+GROUP_BYTES = 1024 * 1024
+GROUP_PARTS = 256
+"""Bytes and buffers beside the pickles of a group of items, or of their results. One item has what it needs."""
+
 
 class Batch:
     """Collects the values for one message. Its user holds a lock."""

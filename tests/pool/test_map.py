@@ -159,7 +159,35 @@ def test_groups_of_large_items_stay_small() -> None:
     assert max(stage.groups) == 3
 
 
-@pytest.mark.parametrize("found", [[], [0.1], [0.1, 1, 2], [1, 1], [None, 1]])
+def test_items_after_large_results_are_sent_again() -> None:
+    """A host ends a group whose results are enough for a message."""
+    stage = Stage(list(range(20)))
+    stage.answer(0, 0.0)
+    assert stage.groups == [1, 4, 4]
+    task = stage.scheduler.tasks[1]
+    task.future.settle([0.0, *stage.scheduler.items(task)[:2]])
+    assert [stage.scheduler.items(task) for task in stage.scheduler.tasks[2:]] == [[5, 6, 7, 8], [3, 4], [9, 10]]
+    for number in range(2, 20):
+        if number < len(stage.scheduler.tasks):
+            stage.answer(number, 0.0)
+    assert stage.future.result(0) == list(range(20))
+
+
+class Exits:
+    def __reduce__(self) -> Any:
+        raise SystemExit(3)
+
+
+def test_whatever_pickling_an_item_raises_ends_the_map() -> None:
+    stage = Stage([1, Exits()])
+    stage.answer(0, 0.0)
+    with pytest.raises(SystemExit):
+        stage.future.result(0)
+
+
+@pytest.mark.parametrize(
+    "found", [[], [0.1], [0.1, 1, 2], [1, 1], [None, 1], [float("nan"), 1], [float("inf"), 1], [-1.0, 1]]
+)
 def test_an_answer_that_is_none_ends_the_map(found: object) -> None:
     stage = Stage(list(range(5)))
     stage.scheduler.tasks[0].future.settle(found)
@@ -361,6 +389,17 @@ def test_nor_in_arrays_of_any_size(pool: sky.Compute, size: int) -> None:
 
 def test_a_result_is_as_it_was_when_the_call_returned_it(pool: sky.Compute) -> None:
     assert [set(found) for found in pool.map(filled, range(100))] == [{number} for number in range(100)]
+
+
+def arrays(number: int) -> list[Any]:
+    return [np.full(256, number)] * 3 + [np.full(256, number + 1)]
+
+
+def test_results_that_are_more_than_fits_into_a_message(pool: sky.Compute) -> None:
+    """Each has two buffers; 8,192 is the most."""
+    found = pool.map(arrays, range(6000))
+    assert [int(each[0][0]) for each in found] == list(range(6000))
+    assert max(int(each[-1][-1]) for each in found) == 6000
 
 
 def test_a_result_as_plain_data_too() -> None:

@@ -91,6 +91,6 @@ class Uploads:
         """Drops the stream's data and sends the client the error."""
         self.abandon(stream)
         full = isinstance(error, OSError) and error.errno in _FULL
-        hint = "free some space, or put the cache on another disk (cache = … in the inventory)"
+        hint: str | None = "free some space, or put the cache on another disk (cache = … in the inventory)"
         hint = hint if full else getattr(error, "hint", None)
         self._mux.send(stream, Failed(text=str(error), hint=hint).encode())

@@ -27,7 +27,7 @@ from skyfab.host.agent.outcomes import cut, describe, exited, said, trace
 from skyfab.host.agent.store import Blobs, NotStored
 from skyfab.host.agent.worker_setup import set_up
 from skyfab.protocol import codec, messages
-from skyfab.protocol.batches import as_group, of_group
+from skyfab.protocol.batches import GROUP_BYTES, GROUP_PARTS, as_group, of_group
 from skyfab.protocol.blobs import Assembly, names_blobs, split
 from skyfab.protocol.frames import BYE, CHUNK, DATA, HEAD, Reader, data_header, frame, head_frame
 from skyfab.protocol.mux import SMALL
@@ -242,7 +242,7 @@ class Worker(context.Client):
             self._perform(stream, function, buffers, same_gpus=call.same_gpus and not self.plain)
 
     def _each(self, function: Any, items: list[list[memoryview]]) -> codec.Payload:
-        """Calls a function for every item.
+        """Calls a function for every item, until the results are enough for a reply.
 
         Arguments are unpickled when their turn comes, and results pickled when they are returned: what one call changes
         is not visible to others.
@@ -250,6 +250,7 @@ class Worker(context.Client):
         began = time.perf_counter()
         dump = self.encoding.dumps if self.plain else codec.dumper()
         results = []
+        size = parts = 0
         for self._item, (data, *more) in enumerate(items):
             result = context.awaited(function(*codec.loads(data, more)))
             try:
@@ -257,6 +258,9 @@ class Worker(context.Client):
             except BaseException as error:
                 raise _NotEncoded(type(result).__qualname__) from error
             results.append(payload.copied() if len(items) > 1 else payload)
+            size, parts = size + payload.size, parts + len(payload.buffers)
+            if size > GROUP_BYTES or parts > GROUP_PARTS:
+                break  # the program sends the other items again
         self._item = None
         return as_group([self.encoding.dumps(time.perf_counter() - began), *results])
 

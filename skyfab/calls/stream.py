@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 import threading
 import typing
@@ -85,12 +86,16 @@ class Stream(Generic[T]):
         return "<stream>"
 
 
+_NUMBERS: Final = itertools.count(1)
+"""Of the objects that are offered: a handle that outlives one must not reach another."""
+
+
 class Offered:
     """An object of this program as an argument of a call: a handle on the host, a `kind`, calls its methods here."""
 
     def __init__(self, made: object, kind: type[Any]) -> None:
         self.made, self._kind = made, kind
-        self.name = f"offered.{id(self)}"
+        self.name = f"offered.{next(_NUMBERS)}"
 
     def __reduce__(self) -> tuple[Any, ...]:
         found_in_call(self)

@@ -138,7 +138,7 @@ class _Rank:
                 code = None if self._program is None else self._program.poll()
                 if self._is_stopped and (is_server or self._program is None):
                     raise WorkerDied("it was stopped", rank=info.rank)
-                self._step(message)
+                self._step(message, has_ended=code is not None)
                 if code is not None and self._program is not None and self._code is None:
                     self._code = code
                     channel.send({"op": "ended", "text": f"{self._words[0]} {command.how_it_ended(code)}"})
@@ -149,11 +149,12 @@ class _Rank:
         assert self._code is not None
         return self._code
 
-    def _step(self, message: Message | None) -> None:
+    def _step(self, message: Message | None, *, has_ended: bool) -> None:
+        """Follows a message. Without one looks whether the run gives way, unless its program has ended."""
         try:
             if message is not None:
                 getattr(self, f"_on_{message['op']}")(message)
-            elif self._claim is not None and self.error is None:
+            elif self._claim is not None and self.error is None and not has_ended:
                 self._look(self._claim)
         except HostUnfit as error:
             if self.error is not None:

@@ -10,6 +10,7 @@ import hmac
 import logging
 import os
 import pickle
+import shutil
 import sys
 import threading
 import time
@@ -53,6 +54,7 @@ def run_elastic_agent(
 
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # a new store for every attempt: no stale keys
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # SIGTERM terminates this process and its ranks
+    shutil.rmtree(_folder(), ignore_errors=True)  # failures of earlier calls
     store = open_store(info)
     peers = _Peers(info)
     rendezvous = _rendezvous(elastic, store, info, peers)
@@ -244,7 +246,7 @@ def _perform(info: InstanceInfo, packed: Sequence[bytearray], arguments: Sequenc
 def _flat(value: object) -> bytes:
     """Pickles a value with its buffers into one bytes object, for torch's queues."""
     payload = codec.dumps(value)
-    return pickle.dumps((payload.data, [bytes(buffer) for buffer in payload.buffers]))
+    return pickle.dumps((payload.data, [bytearray(buffer) for buffer in payload.buffers]))
 
 
 # ---- failures

@@ -342,7 +342,10 @@ class Scheduler:
             self._looking = True
             timer = threading.Timer(2 * PREFETCH, self._take_back)
             timer.daemon = True
-            timer.start()
+            try:
+                timer.start()
+            except RuntimeError:  # this machine has no thread for it: the next reply looks again
+                self._looking = False
 
     def _take_back(self) -> None:
         self._looking = False

@@ -39,6 +39,18 @@ def stumble(times: int) -> tuple[int, int, float]:
 
 
 @sky.function
+def lookup(key: str) -> str:
+    return {}[key]
+
+
+@sky.function
+def zeros(count: int) -> Any:
+    import numpy as np
+
+    return np.zeros(count)
+
+
+@sky.function
 def epochs(folder: str, count: int) -> dict[str, Any]:
     """Counts epochs in a checkpoint on every host, with all ranks in step; goes on where the furthest one was."""
     import torch
@@ -71,6 +83,11 @@ def test_ranks_that_fail_are_started_again_and_what_fails_too_often_is_raised_as
         assert isinstance(first, ValueError)
         assert str(first) == "stumbled in attempt 1"
         assert "in stumble" in str(first.__cause__)
+        with pytest.raises(sky.BroadcastError) as raised:
+            lookup("missing") @ pool
+        assert isinstance(raised.value.exceptions[0], KeyError), "not that of the call before"
+        for array in zeros(1000) @ pool:
+            array += 1
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,18 @@ def test_arrays_of_calls_that_are_sent_together_may_be_changed(compute: sky.Comp
             assert [future.result() for future in futures] == list(range(50))
 
 
+def test_arrays_that_calls_return_may_be_changed_whether_they_come_alone_or_together(compute: sky.Compute) -> None:
+    import numpy as np
+
+    class Maker:
+        def make(self) -> Any:
+            return np.zeros(1000)
+
+    with compute.actor(Maker) as maker:
+        for array in [future.result() for future in [maker.make.submit() for _ in range(300)]]:
+            array += 1
+
+
 def test_a_stream_is_for_one_call_also_while_both_wait(compute: sky.Compute) -> None:
     with compute.actor(Shop) as shop:
         one = sky.stream(iter(range(3)))

@@ -19,6 +19,7 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
+from skyfab.calls.stream import Offered
 from skyfab.ui.events import Notice
 
 
@@ -746,3 +747,7 @@ def test_a_generator_can_import_while_its_values_are_sent(compute: sky.Compute, 
         (tmp_path / f"package{number}").mkdir()
         (tmp_path / f"package{number}/__init__.py").touch()
     assert sum(1 for _ in import_between(str(tmp_path), 100) >> compute) == 4000
+
+
+def test_the_name_of_an_offered_object_is_not_used_again() -> None:
+    assert len({Offered(object(), object).name for _ in range(100)}) == 100

@@ -106,9 +106,9 @@ def _outcome(*packed: Any) -> Any:
         return [exited(error).encode()]
     except BaseException as error:  # also KeyboardInterrupt: it must not end the other calls
         message, exception = describe(error, codec)
-        parts = () if exception is None else (exception.data, *map(bytes, exception.buffers))
+        parts = () if exception is None else (exception.data, *map(bytearray, exception.buffers))
         return [message.encode(), *parts]
-    return (payload.data, *map(bytes, payload.buffers))
+    return (payload.data, *map(bytearray, payload.buffers))
 
 
 # ---- handles

@@ -1066,3 +1066,18 @@ def test_options_of_functions_are_checked(options: dict[str, Any]) -> None:
     ((name, value),) = options.items()
     with pytest.raises(sky.UsageError, match=re.escape(f"invalid {name}={value!r}: expected ")):
         sky.function(**options)(leave)
+
+
+@sky.function
+def shorten_what_is_sent() -> int:
+    import builtins
+
+    builtins.len = lambda _: 3  # type: ignore[assignment]
+    return 5
+
+
+def test_a_process_that_sends_invalid_replies_is_ended_alone() -> None:
+    with sky.Compute("local", ui="none") as compute:
+        with pytest.raises(sky.WorkerDied):
+            shorten_what_is_sent() >> compute
+        assert (add(1, 2) >> compute) == 3

@@ -120,6 +120,9 @@ class WorkerOutput:
         return True
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
+        end = head or len(payload)
+        if kind == HEAD and payload[end - 1 : end] != b"}":  # passed on, it would end the connection
+            raise ProtocolError("not a message")
         if kind == HEAD and head and self._relay_reply(stream, payload, head):
             return
         marks: tuple[int, ...] = ()

@@ -121,7 +121,7 @@ class WorkerOutput:
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
         end = head or len(payload)
-        if kind == HEAD and payload[end - 1 : end] != b"}":  # passed on, it would end the connection
+        if kind == HEAD and bytes(payload[end - 1 : end]) != b"}":  # passed on, it would end the connection
             raise ProtocolError("not a message")
         if kind == HEAD and head and self._relay_reply(stream, payload, head):
             return

@@ -95,7 +95,7 @@ def sweep(
         hint = "write NAME=VALUES, as in lr=1e-3,1e-4; other arguments of the script go after --"
         raise UsageError(f"no values in {bare[0]!r}", hint=hint)
     words = trials_of([*values, *arguments], grid)
-    count: Any = int(gpus) if gpus.isdigit() else float(gpus) if re.fullmatch(r"0?\.\d+", gpus) else gpus
+    count: Any = int(gpus) if gpus.isdecimal() else float(gpus) if re.fullmatch(r"0?\.\d+", gpus) else gpus
     check_gpus(count)
     settings = options.project(script)
     name = name or script.stem

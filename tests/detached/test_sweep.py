@@ -169,6 +169,12 @@ def test_a_share_of_a_gpu_limits_the_memory_of_torch(project: Project, tmp_path:
     assert found["values"] == {"limits": "[(0.5, 0)]", "words": "['seed=1']"}
 
 
+def test_words_of_a_trial_are_passed_as_they_are(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text("import sys, skyfab\nskyfab.report(words=str(sys.argv[1:]))\n")
+    (found,) = json.loads(project.sweep("says.py", "format={rank}-{port}", "--json=-"))
+    assert found["values"] == {"words": "['format={rank}-{port}']"}
+
+
 @pytest.mark.slow
 def test_a_failure_stops_new_trials_and_resume_repeats_what_is_not_done(project: Project) -> None:
     words = ("trial.py", "--name=night", "--slots=1", "seed=6..12")

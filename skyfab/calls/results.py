@@ -40,7 +40,7 @@ _PACKAGES: Final = """
 
 
 def unpack_result(
-    message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool = False
+    message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool
 ) -> Any:
     """The value that a call returned. Raises the exception that it raised, with the host's traceback as cause.
 
@@ -71,7 +71,7 @@ def unpack_group(message: Message, buffers: list[memoryview], **about: Any) -> l
 
 
 def unpack_value(
-    buffers: list[memoryview], *, plain: bool, host: str, rank: int | None, label: str, untrusted: bool = False
+    buffers: list[memoryview], *, plain: bool, host: str, rank: int | None, label: str, untrusted: bool
 ) -> Any:
     """A value that a call returned or yielded, encoded as `plain` data or pickled.
 

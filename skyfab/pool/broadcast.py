@@ -36,7 +36,7 @@ class Broadcast:
         *,
         after: Broadcast | None = None,
         min_hosts: int | None = None,
-        untrusted: bool = False,
+        untrusted: bool,
         ended: Callable[[Broadcast, BaseException | None], bool] = lambda broadcast, error: False,
     ) -> None:
         """`after` is the attempt before it, which failed; `nodes` are those of the pool.

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stage.fakes import EndsTheProgram
 from stage.run_hosts import ID, Hosts, Several, lines, lost, part, raised, returned, stored
 
 import skyfab as sky
@@ -130,6 +131,16 @@ def test_a_run_that_is_lost_on_one_host_is_followed_on_the_other(two: Hosts) -> 
     found = [(line.host, line.text) for line in run.lines(follow=True, failed=lambda *one: failed.append(one))]
     assert found == [("a", "of a"), ("b", "of b")]
     assert (run.state, failed) == ("lost", [("b", 1)])
+
+
+@pytest.mark.torch
+def test_the_end_of_a_device_is_not_unpickled(two: Hosts) -> None:
+    pytest.importorskip("torch")
+    two.says |= {("a", "runs"): part(0, "failed", hosts=("a",)), ("b", "runs"): []}
+    two.says["a", "result.0"] = returned(EndsTheProgram())
+    with pytest.raises(sky.BroadcastError) as caught:
+        sky.attach_device("night", two.hosts, inventory=two.inventory)
+    assert isinstance(caught.value.exceptions[0], sky.UntrustedResult)
 
 
 def test_a_run_that_a_host_no_longer_has_is_lost_there(two: Hosts) -> None:

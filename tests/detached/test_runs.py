@@ -179,6 +179,62 @@ def test_hosts_are_returned_with_the_working_folder_of_the_run(three: Hosts) -> 
     assert unknown.in_workdirs() == []
 
 
+# ---- hosts that contradict each other
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"world": 3}, {"on": "one"}, {"elastic": True}, {"name": "other"}, {"function": "other"}, {"ranks": [0]}),
+        *({"hosts": ("b",), "place": 0, "ranks": [0], "world": 1}, {"place": 0}, {"place": 0, "ranks": [0]}),
+    ],
+    ids=str,
+)
+def test_a_host_that_contradicts_another(two: Hosts, wrong: dict[str, Any]) -> None:
+    """Else it could replace the results of others, or have them not asked."""
+    two.says["b", "runs"] = part(**{"place": 1, "workdir": "of-b", **wrong})
+    run = two.run()
+    assert not run.has_ended
+    for use in (run.result, run.stop, run.look, lambda: list(run.logs())):
+        with pytest.raises(sky.ProtocolError, match="what it reports of run 01234567 contradicts what . reports"):
+            use()
+    assert two.run(results="data").parts, "it is listed"
+
+
+@pytest.mark.parametrize(
+    ("later", "problem"),
+    [
+        (part(0, workdir="of-b"), "b: what it reports of run 01234567 contradicts what a reports"),
+        (part(0), r"ranks \[0, 0\] instead of those below 2"),
+    ],
+    ids=["other", "equal"],
+)
+def test_a_host_that_takes_the_place_of_another_later(two: Hosts, later: Any, problem: str) -> None:
+    two.says |= {("b", "runs"): Several(part(1), part(1), later), ("b", "result.0"): returned(99)}
+    run = two.run()
+    assert run.status == "done"
+    with pytest.raises(sky.ProtocolError, match=problem):
+        run.result()
+
+
+def test_a_result_without_content(two: Hosts) -> None:
+    two.says["b", "result.1"] = []
+    with pytest.raises(sky.BroadcastError, match="train failed on 1 of 2 ranks"):
+        two.run().result()
+
+
+def test_ranks_that_no_host_has(two: Hosts) -> None:
+    two.says |= {("a", "runs"): part(0, world=3), ("b", "runs"): part(1, world=3)}
+    with pytest.raises(sky.ProtocolError, match=r"results of ranks \[0, 1\] instead of those below 3"):
+        two.run().result()
+
+
+def test_a_host_that_has_two_names(two: Hosts) -> None:
+    """It responds twice, with the same description."""
+    two.says |= {(name, "runs"): part(0, hosts=("a",)) for name in "ab"}
+    assert two.run().result() == [10]
+
+
 # ---- output
 
 
@@ -309,8 +365,8 @@ def test_a_lost_host_is_reported_before_others_answer(two: Hosts) -> None:
 
 
 def test_the_first_failure_in_time_comes_first(two: Hosts) -> None:
-    two.says["a", "runs"] = part(0, "failed", ranks=[0, 1], failed={"0": 30.0})
-    two.says["b", "runs"] = part(1, "failed", ranks=[2, 3], failed={"2": 20.0})
+    two.says["a", "runs"] = part(0, "failed", ranks=[0, 1], world=4, failed={"0": 30.0})
+    two.says["b", "runs"] = part(1, "failed", ranks=[2, 3], world=4, failed={"2": 20.0})
     ended = stored(Ended(why="cancelled", text="", traceback=""))
     two.says |= {("a", "result.0"): raised(ValueError("later")), ("a", "result.1"): ended}
     two.says |= {("b", "result.2"): raised(ValueError("first")), ("b", "result.3"): returned(3)}

@@ -49,7 +49,8 @@ def gc(
     def report(host: str, swept: Swept) -> None:
         found.append((host, swept))
         if not json_:
-            print(clean(f"{host}: {swept}", colour=False) + "\n", end="", flush=True)  # in one piece: hosts reply at any time
+            line = clean(f"{host}: {swept}", colour=False)
+            print(f"{line}\n", end="", flush=True)  # in one piece: hosts reply at any time
 
     if here:
         report("this machine", sweep_here(days, dry_run=dry_run))

@@ -23,7 +23,6 @@ from skyfab.detached.logs import LogLine, LogReader
 from skyfab.detached.noted import used_last
 from skyfab.detached.written import event, path_of
 from skyfab.errors import HostLost, HostUnfit, ProtocolError, SkyfabError, UntrustedResult, UsageError, broadcast_error
-from skyfab.errors import printable
 from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol import messages
@@ -76,7 +75,7 @@ class Run(ShownAsTable):
         """Other runs that were running when it was started."""
 
     def __repr__(self) -> str:
-        return f"<run {self.id[:8]} {printable(self.name)}: {self.state}>"
+        return f"<run {self.id[:8]} {self.name}: {self.state}>"
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         return ("host", "state"), [(part.host, part.state) for part in self._parts]
@@ -140,7 +139,8 @@ class Run(ShownAsTable):
     def has_ended(self) -> bool:
         """Whether all of its hosts responded to the last query, and none of them still runs it."""
         states = {part.state for part in self._parts}
-        return self._contradiction is None and len(self._parts) == len(self.hosts) and states.isdisjoint(("running", "unreachable"))
+        is_known = self._contradiction is None and len(self._parts) == len(self.hosts)
+        return is_known and states.isdisjoint(("running", "unreachable"))
 
     def look(self) -> None:
         """Queries all its hosts again; those that are unreachable now may respond later. Raises ProtocolError."""
@@ -371,7 +371,8 @@ class Run(ShownAsTable):
             for outcome in asker.ask(asked):
                 if pid := outcome.get():
                     what = f"process {pid} is still running after 10 s"
-                    raise HostUnfit(what, host=outcome.host.name, hint=f"wait, or on the host: kill -9 {pid}")
+                    hint = f"wait, or on the host: kill -9 {pid}" if pid > 1 else None
+                    raise HostUnfit(what, host=outcome.host.name, hint=hint)
 
 
 def _check(errors: Sequence[SkyfabError]) -> bool:

@@ -216,8 +216,8 @@ class Broadcast:
     def _finish_elastic(self) -> None:
         try:
             results = in_order(self._results)
-        except Exception as error:  # what a host has sent
-            self.end(None, ProtocolError(f"invalid results: {error}"))
+        except ProtocolError as error:
+            self.end(None, error)
         else:
             self.end(results, None)
 

@@ -196,7 +196,7 @@ def test_a_host_that_contradicts_another(two: Hosts, wrong: dict[str, Any]) -> N
     run = two.run()
     assert not run.has_ended
     for use in (run.result, run.stop, run.look, lambda: list(run.logs())):
-        with pytest.raises(sky.ProtocolError, match="what it reports of run 01234567 contradicts what . reports"):
+        with pytest.raises(sky.ProtocolError, match=r"what it reports of run 01234567 contradicts what . reports"):
             use()
     assert two.run(results="data").parts, "it is listed"
 
@@ -412,6 +412,10 @@ def test_the_results_of_an_elastic_run_are_those_of_its_last_ranks(two: Hosts) -
         two.says[name, "runs"] = part(place, elastic=True)
         two.says[name, f"result.{place}"] = returned(found)
     assert two.run().result() == ["zero", "one", "two"]
+    for found in (7, [(1,)], [("a", 1), (2, 2)]):
+        two.says["b", "result.1"] = returned(found)
+        with pytest.raises(sky.ProtocolError, match="invalid results"):
+            two.run().result()
 
 
 def test_pickles_of_hosts_that_are_not_trusted_are_refused(two: Hosts) -> None:
@@ -427,6 +431,10 @@ def test_a_run_that_does_not_stop(two: Hosts) -> None:
     with pytest.raises(sky.HostUnfit, match="process 4321 is still running after 10 s") as raised:
         run.stop()
     assert (raised.value.host, raised.value.hint) == ("b", "wait, or on the host: kill -9 4321")
+    two.says["b", "runs.stop"] = -1  # kill -9 -1 would end everything
+    with pytest.raises(sky.HostUnfit) as raised:
+        run.stop()
+    assert raised.value.hint is None
 
 
 # ---- finding runs

@@ -275,7 +275,8 @@ class Installation:
             why = _NO_APT.get(failed.status)
             if why is None:
                 raise
-            lacking = failed.output.split()
+            said = failed.output.split()
+            lacking = [package for package in self.image.apt if package in said] or self.image.apt
             raise HostUnfit(
                 f"missing apt packages: {', '.join(lacking)} ({why})",
                 hint=f"ask an administrator: sudo apt-get install {' '.join(lacking)}",

@@ -610,3 +610,13 @@ def test_a_host_that_is_down_does_not_keep_the_others(
     assert [error.host for error in failed.value.exceptions] == ["dead1", "dead2"]  # type: ignore[union-attr]
     assert capsys.readouterr().out.startswith("here: removed 1 environment, ")
     assert cache(LIST) == expected("b", "c")
+
+
+def test_names_of_a_hostile_host_do_not_control_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = {"removed": {"files": [1, 5]}, "folders": [["\x1b[2Jjob\u202e", 5]], "kept_uv": False, "left": ""}
+    monkeypatch.setattr(Asker, "ask_one", lambda _, asked, host: asked.parse(host, iter([Reply(said, b"")])))
+    (tmp_path / "inventory.toml").write_text("[hosts.node1]\n")
+    gc.function("node1", str(tmp_path / "inventory.toml"))
+    assert capsys.readouterr().out == "node1: removed 1 working folder: 5 bytes (job 5 bytes)\n"

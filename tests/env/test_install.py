@@ -332,6 +332,10 @@ def test_debian_packages_that_cannot_be_installed(host: Host, build: Build, stat
     assert raised.value.hint == "ask an administrator: sudo apt-get install git g++"
     with pytest.raises(ScriptFailed):
         build(image=Image(apt=("git",)))
+    host.fails["apt"] = [ScriptFailed(status, "git -y;reboot\n")]
+    with pytest.raises(HostUnfit) as raised:
+        build(image=Image(apt=("git", "vim")))
+    assert raised.value.hint == "ask an administrator: sudo apt-get install git"
 
 
 # ---- packages

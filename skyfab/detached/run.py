@@ -453,13 +453,24 @@ def attach(
 
 
 @contextmanager
-def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any", soon: bool = False) -> Iterator[Run]:  # noqa: A002
-    """As `attach`; connections stay open in the block. With `soon`, slow hosts are left out if others have the run."""
+def attached(
+    id: str,  # noqa: A002
+    hosts: Any,
+    *,
+    inventory: Any,
+    results: Results = "any",
+    soon: bool = False,
+    suits: Callable[[Run], bool] = lambda run: True,
+) -> Iterator[Run]:
+    """As `attach`; connections stay open in the block. With `soon`, slow hosts are left out if others have the run.
+
+    Of the runs with this name, only those count that `suits` accepts.
+    """
     if not id:  # else it would be the beginning of every id
         raise UsageError("no run was named", hint="to list runs: skyfab runs")
     with _asker_of(Inventory.of(inventory), hosts) as asker:
         with left_running(id):  # it may just have been started
-            run = _find(id, asker, results, soon=soon, is_named=hosts is not None)
+            run = _find(id, asker, results, suits, soon=soon, is_named=hosts is not None)
         run.asker = asker
         try:
             yield run
@@ -467,12 +478,20 @@ def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any", s
             run.asker = None
 
 
-def _find(id: str, asker: Asker, results: Results, *, soon: bool, is_named: bool) -> Run:  # noqa: A002
+def _find(
+    id: str,  # noqa: A002
+    asker: Asker,
+    results: Results,
+    suits: Callable[[Run], bool],
+    *,
+    soon: bool,
+    is_named: bool,
+) -> Run:
     def is_there(found: list[Run]) -> bool:
         return any(run.id.startswith(id) or (run.name == id and run.silent) for run in found)
 
     found, errors = survey(asker, results, is_there if soon else None)
-    named = [run for run in found if run.name == id or run.id[:8] == id]
+    named = [run for run in found if (run.name == id or run.id[:8] == id) and suits(run)]
     if named:
         return next((run for run in named if run.state == "running"), named[0])
     by_id = [run for run in found if run.id.startswith(id)]

@@ -403,6 +403,23 @@ def test_runs_stay_while_they_go_on_and_until_they_are_fetched(cache: Cache, tmp
     assert cache('ls "$c/runs"') == [just_fetched, young, alive]
 
 
+def test_a_run_stays_while_another_host_with_the_same_cache_runs_it(cache: Cache) -> None:
+    """Only that host removes its run folder. A log that is written keeps a run too."""
+    alive, quiet, writes = (letter * 16 for letter in "abc")
+    cache(
+        f"""
+        mkdir -p "$c/runs" "$c/run/elsewhere/{NEW_RUN}" && cd "$c/runs" || exit 1
+        for d in {alive} {quiet} {writes}; do mkdir -p $d/logs; echo 1 | tee $d/status >$d/logs/0.out; done
+        for d in {quiet} {writes}; do echo "1 another-boot $c/run/elsewhere/{OLD_RUN}" >$d/agent; done
+        echo "1 another-boot /mnt/home/run/elsewhere/{NEW_RUN}" >{alive}/agent
+        find . -exec touch -d '40 days ago' {{}} +
+        touch {writes}/logs/0.out
+        """
+    )
+    assert cache.gc().counts["runs"] == 1
+    assert cache('ls "$c/runs"') == [alive, writes]
+
+
 def test_lock_files_stay_with_their_environments(cache: Cache) -> None:
     gone, made = "d" * 40, "e" * 40
     cache(

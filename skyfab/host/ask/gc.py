@@ -72,7 +72,7 @@ class _Cleaning:
         self._sweep("fetched", "fetched", r"[^.].*", _unread)
         for kind in ("trees", "blobs"):
             self._sweep(kind, kind, _DIGEST, self._no_pool_has)
-        self._sweep("runs", "runs", _DIGEST, _run_is_over)
+        self._sweep("runs", "runs", _DIGEST, self._run_is_over)
         self._sweep("compiled", "compiled", _DIGEST, _unread)
         self._report["folders"] = self._sweep("files", "files", r"[^.].*", self._no_pool_has_folder)
         self._sweep("", "files", r"\.copied-.*", _has_no_copy)
@@ -149,6 +149,13 @@ class _Cleaning:
         notes = _glob(self._cache, "run/*/*/files")
         used = {line.partition("\t")[0] for note in notes for line in read(note).split("\n")}
         return os.path.basename(path) not in used and _all_old(path, age)
+
+    def _run_is_over(self, run: str, age: float) -> bool:
+        """Whether nothing in it is new, and its agent does not live. On another host, that has a run folder then."""
+        folder = read(f"{run}/agent").strip().split("/")[-2:]
+        if agent_of(run)[0] is not None or (folder[1:] and os.path.isdir(os.path.join(self._cache, "run", *folder))):
+            return False
+        return _all_old(run, min(age, _DAY) if os.path.exists(f"{run}/fetched") else age)
 
     def _no_pool_writes(self, log: str, age: float) -> bool:
         return not _glob(self._cache, f"run/*/{os.path.basename(log)}") and _all_old(log, age)
@@ -280,14 +287,6 @@ def _agent_is_gone(folder: str, age: float) -> bool:
     finally:
         os.fchdir(before)
         os.close(before)
-
-
-def _run_is_over(run: str, age: float) -> bool:
-    if agent_of(run)[0] is not None:
-        return False
-    if os.path.exists(f"{run}/fetched"):
-        return _is_old(f"{run}/fetched", min(age, _DAY))
-    return _is_old(f"{run}/status", age)
 
 
 def _put_back(path: str) -> bool:

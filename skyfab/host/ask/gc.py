@@ -278,6 +278,7 @@ def _has_no_copy(mark: str, age: float) -> bool:
 
 
 def _agent_is_gone(folder: str, age: float) -> bool:
+    """With an `age` of a day, also if the agent is one of another machine with this name: it touches its folder."""
     before = os.open(".", os.O_RDONLY)
     try:
         os.chdir(os.path.dirname(folder))  # the length of socket paths is limited

@@ -590,6 +590,25 @@ def test_a_whole_session_below_a_hostile_home(hostile_home: Path, monkeypatch: p
     assert not list(hostile_home.parent.rglob("pwned"))
 
 
+def test_modules_in_the_current_folder_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be /tmp, where other users write, or contain a file of the user with such a name."""
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    for name in sys.stdlib_module_names:
+        (hostile / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
+    monkeypatch.chdir(hostile)
+    host = Host(name="local", cache=str(tmp_path / "cache"))
+    for _ in range(2):  # with an empty cache, and with one that has the bundle
+        made = Bootstrap(host=host, session=os.urandom(8).hex(), bundle=bundle(), python=sys.executable)
+        session = Session(made, lambda: Local(host), Listener(), SharedReader(), Timing(lease=5))
+        try:
+            pid = session.open().pid
+        finally:
+            session.close()
+        gone(pid)
+    assert not (tmp_path / "ran").exists()
+
+
 def gone(pid: int) -> None:
     """Waits for a process that is no child of ours; one that only waits for init to notice is gone."""
     deadline = time.monotonic() + 20

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 _CLIENT: Final = Path(__file__).with_name("askpass_client.py")
-_LONGEST: Final = 80
-"""Characters that the name of a socket may have on every system, less what its folder's name takes."""
+_LONGEST: Final = 55
+"""Characters that the name of a socket may have on every system, less what its folder's name and a suffix of ssh take."""
 
 Answer = Callable[[str, Callable[[], bool]], "str | None"]
 """Answers a question, unless a function says that the answer is no longer wanted."""

@@ -210,6 +210,7 @@ def test_half_made_things_go_after_a_day(cache: Cache) -> None:
         f"blobs/.{'d' * 16}-x_y1",
         "envs/.in-gc-0123456789abcdef",
         ".in-gc-0123456789abcdef",
+        "ssh-0123456789abcdef",
     ]
     fresh = [f"{draft[:-1]}z" for draft in drafts[:6]]
     cache(FILL + "\n".join(f'mkdir -p "{d}"; : >"{d}/file"; touch -d "25 hours ago" "{d}"' for d in drafts))

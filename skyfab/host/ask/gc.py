@@ -80,6 +80,7 @@ class _Cleaning:
         for folder in ("envs", "packages", "pythons", "bundles", "trees", "blobs", "runs", "files", "logs", own):
             self._sweep("drafts", folder, _DRAFT, age=_DAY)
         self._sweep("drafts", "", r"\.in-gc-.*", age=_DAY)
+        self._sweep("drafts", "", r"ssh-[0-9a-f]{16}", age=_HOUR)  # variables of a login that failed (command.py)
         self._locks()
         return self._report
 

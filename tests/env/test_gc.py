@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from stage.threads import at_once
@@ -198,6 +199,22 @@ def test_a_model_goes_when_it_was_not_read_and_what_it_shares_counts_once(cache:
     assert 6_000_000 < would_go.size < 6_500_000, "not the model that stays, although its other name goes"
     assert 6_000_000 < swept.size < 6_500_000
     assert cache('cd "$c"; ls hub fetched') == ["fetched:", "", "hub:", "models--org--read"]
+
+
+def test_models_stay_where_the_disk_does_not_note_when_they_are_read(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are read daily would look as old as others. With --days=0 they go."""
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOATIME))
+    cache(
+        'mkdir -p "$c/hub/models--org--m" "$c/fetched" "$c/compiled/' + OLD + '"; : >"$c/fetched/file"\n'
+        "find \"$c\" -exec touch -d '40 days ago' {} +"
+    )
+    swept = cache.gc()
+    assert swept.counts == {} and cache('ls "$c"/hub "$c"/fetched "$c"/compiled | grep -c .') == ["6"]
+    assert str(swept).startswith("nothing to remove; models and kernels stay: the disk does not note")
+    assert cache.gc(0).counts == {"hub": 1, "fetched": 1, "compiled": 1}
+    assert str(cache.gc()) == "nothing to remove"
 
 
 def test_half_made_things_go_after_a_day(cache: Cache) -> None:
@@ -575,7 +592,7 @@ def test_here_goes_what_was_not_read_lately(tmp_path: Path, monkeypatch: pytest.
 
 def report(**changes: object) -> dict[str, object]:
     """What a host says of its cache."""
-    return {"removed": {}, "folders": [], "left": "", "kept_uv": False, **changes}
+    return {"removed": {}, "folders": [], "left": "", "kept_uv": False, "kept_models": False, **changes}
 
 
 def asked(said: object, **options: bool) -> Swept:

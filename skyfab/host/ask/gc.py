@@ -39,7 +39,8 @@ _DRAFT: Final = r"\.in-.*|\.[0-9a-f]{16}-.*|[0-9a-f]{16}.*\.[0-9a-f]{16}.*"
 def gc(cache: str, *, days: int, dry_run: bool) -> dict[str, Any]:
     """What was deleted: `removed`, for each kind how many and their bytes; `folders`, working folders with their bytes.
 
-    `kept_uv`: uv's cache still has the files of deleted environments. `left`: why something could not be deleted. What
+    `kept_uv`: uv's cache still has the files of deleted environments. `kept_models`: it is not known when models, fetched
+    files and kernels were read, so they stay unless `days` is 0. `left`: why something could not be deleted. What
     was used in the last hour is always kept. With `dry_run` nothing is deleted.
     """
     return _Cleaning(cache, max(days * _DAY, _HOUR), dry_run=dry_run).run()
@@ -59,7 +60,8 @@ class _Cleaning:
         self._dry_run = dry_run
         self._in_use = _InUse(cache)
         self._seen: dict[tuple[int, int], int] = {}
-        self._report: dict[str, Any] = {"removed": {}, "folders": [], "kept_uv": False, "left": ""}
+        kept = {"kept_uv": False, "kept_models": False}
+        self._report: dict[str, Any] = {"removed": {}, "folders": [], "left": "", **kept}
 
     def run(self) -> dict[str, Any]:
         own = f"run/{socket.gethostname()}"
@@ -68,12 +70,10 @@ class _Cleaning:
         self._sweep("pythons", "pythons", f"{_DIGEST}|uv", self._no_environment_has)
         self._sweep("packages", "packages", _DIGEST)
         self._sweep("bundles", "bundles", _DIGEST, self._no_pool_has_bundle)
-        self._sweep("hub", "hub", r"(models|datasets|spaces)--.+", _unread)
-        self._sweep("fetched", "fetched", r"[^.].*", _unread)
         for kind in ("trees", "blobs"):
             self._sweep(kind, kind, _DIGEST, self._no_pool_has)
         self._sweep("runs", "runs", _DIGEST, self._run_is_over)
-        self._sweep("compiled", "compiled", _DIGEST, _unread)
+        self._models()
         self._report["folders"] = self._sweep("files", "files", r"[^.].*", self._no_pool_has_folder)
         self._sweep("", "files", r"\.copied-.*", _has_no_copy)
         self._sweep("logs", "logs", _POOL, self._no_pool_writes)
@@ -107,6 +107,15 @@ class _Cleaning:
         if not self._dry_run and (self._prune(count) or count):
             # environments are hard links to what is in uv's cache: what both have now and had before counts
             self._report["removed"]["envs"] = [count, max(0, before - self._shared_size())]
+
+    def _models(self) -> None:
+        """What is as old as its last use, which only the disk notes."""
+        kinds = {"hub": r"(models|datasets|spaces)--.+", "fetched": r"[^.].*", "compiled": _DIGEST}
+        if self._age > _HOUR and _is_noatime(self._cache):
+            self._report["kept_models"] = any(self._entries(kind, pattern) for kind, pattern in kinds.items())
+            return
+        for kind, pattern in kinds.items():
+            self._sweep(kind, kind, pattern, _unread)
 
     def _no_pool_has_environment(self, path: str, age: float) -> bool:
         used = f"{path}/.used" if not os.path.islink(path) and os.path.exists(f"{path}/.used") else path
@@ -325,6 +334,14 @@ def _unread(path: str, age: float) -> bool:
         return False
     used = [max(one.st_mtime, one.st_atime) if stat.S_ISREG(one.st_mode) else one.st_mtime for one in found]
     return time.time() - max(used) > age
+
+
+def _is_noatime(folder: str) -> bool:
+    """Whether its disk does not note when files are read."""
+    try:
+        return bool(os.statvfs(folder).f_flag & getattr(os, "ST_NOATIME", 0))
+    except OSError:  # it does not exist
+        return False
 
 
 def _below(folder: str) -> Iterator[str]:

@@ -99,8 +99,7 @@ def sweep_here(days: int, *, dry_run: bool = False) -> Swept:
 
 def _parsed(found: Mapping[str, Any], *, dry_run: bool) -> tuple[Swept, str]:
     """What was deleted, and what could not be."""
-    kept = {name: bool(found[name]) for name in ("kept_uv", "kept_models")}
-    swept = Swept(dry_run=dry_run, **kept)
+    swept = Swept(dry_run=dry_run, kept_uv=bool(found["kept_uv"]), kept_models=bool(found["kept_models"]))
     for kind, (count, size) in found["removed"].items():
         if kind in _WORDS:
             swept.counts[kind] = int(count)

@@ -22,7 +22,7 @@ MINUTE = 60
 
 @pytest.fixture
 def folder_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str, float], Path]:
-    """``folder_of("a", boot, 300)``: what an agent of that boot left, or has on another machine, and touched 300 s ago."""
+    """``folder_of("a", boot, 300)``: of an agent that is dead, or on another machine; touched 300 s ago."""
     (tmp_path / "own").mkdir()
     monkeypatch.chdir(tmp_path / "own")  # the length of socket paths is limited
 

@@ -39,9 +39,9 @@ _DRAFT: Final = r"\.in-.*|\.[0-9a-f]{16}-.*|[0-9a-f]{16}.*\.[0-9a-f]{16}.*"
 def gc(cache: str, *, days: int, dry_run: bool) -> dict[str, Any]:
     """What was deleted: `removed`, for each kind how many and their bytes; `folders`, working folders with their bytes.
 
-    `kept_uv`: uv's cache still has the files of deleted environments. `kept_models`: it is not known when models, fetched
-    files and kernels were read, so they stay unless `days` is 0. `left`: why something could not be deleted. What
-    was used in the last hour is always kept. With `dry_run` nothing is deleted.
+    `kept_uv`: uv's cache still has the files of deleted environments. `kept_models`: it is not known when models,
+    fetched files and kernels were read, so they stay unless `days` is 0. `left`: why something could not be deleted.
+    What was used in the last hour is always kept. With `dry_run` nothing is deleted.
     """
     return _Cleaning(cache, max(days * _DAY, _HOUR), dry_run=dry_run).run()
 

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 _CLIENT: Final = Path(__file__).with_name("askpass_client.py")
-_LONGEST: Final = 55
-"""Characters that a socket's name may have on every system, less those of its folder's name and of ssh's suffix."""
+_LONGEST: Final = 80
+"""Characters that a socket's name may have on every system, less those of its folder's name."""
 
 Answer = Callable[[str, Callable[[], bool]], "str | None"]
 """Answers a question, unless a function says that the answer is no longer wanted."""
@@ -84,10 +84,10 @@ class Askpass:
         shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def private_folder() -> Path:
-    """Makes a temporary folder whose name is short enough for a socket in it."""
+def private_folder(suffix: int = 0) -> Path:
+    """Makes a temporary folder whose name is short enough for a socket in it, and for a `suffix` of its name."""
     base = tempfile.gettempdir()
-    return Path(tempfile.mkdtemp(prefix="skyfab-ssh-", dir=base if len(base) < _LONGEST else "/tmp"))
+    return Path(tempfile.mkdtemp(prefix="skyfab-ssh-", dir=base if len(base) < _LONGEST - suffix else "/tmp"))
 
 
 def _has_left(connection: socket.socket) -> bool:

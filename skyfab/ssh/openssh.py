@@ -52,6 +52,8 @@ _OPTIONS = {
     "LogLevel": "ERROR",
 }
 _SINCE_8_7 = {"StdinNull": "no", "ForkAfterAuthentication": "no"}
+_DRAFT = 25
+"""Characters that ssh appends to the name of a socket while it makes it, and some more."""
 _FASTEST = "^aes128-gcm@openssh.com"
 """The cipher, if this machine's processor has instructions for AES. Else OpenSSH's own first choice is: chacha20.
 
@@ -238,7 +240,7 @@ class OpenSSH:
     def _file(self, name: str, text: str | None = None) -> Path:
         """The path of a file for ssh, in a folder that goes with the login; with `text`, writes it."""
         if not self._folders:
-            self._folders.append(private_folder())
+            self._folders.append(private_folder(suffix=_DRAFT))
         path = self._folders[0] / name
         if text is not None:
             path.write_text(text)

@@ -87,7 +87,7 @@ def test_a_socket_of_ssh_has_a_short_name_in_a_long_temporary_folder(monkeypatch
     with tempfile.TemporaryDirectory(prefix="x" * 51, dir="/tmp") as base:
         assert len(base) == 64
         monkeypatch.setattr(tempfile, "tempdir", base)
-        folder = private_folder()
+        folder = private_folder(suffix=17)
         with socket.socket(socket.AF_UNIX) as listener:
             listener.bind(f"{folder}/socket.{'x' * 16}")
         shutil.rmtree(folder)

@@ -101,6 +101,8 @@ class OpenSSH:
     def forward(self, port: int, to: tuple[str, int], stopped: Callable[[], bool] = lambda: False) -> ProcessTunnel:
         """By ``ssh -N``, whose ControlPath accepts ``-L``: on its command line, that would include ssh_config's."""
         with LOGINS.turn(self.servers, stopped):
+            if not self._folders:
+                self._folders.append(private_folder(suffix=_DRAFT))
             control = _quoted(str(self._file("socket")))
             options = _FORWARDING | {"ControlPath": control}
             stream = self._start(lambda: [*_TIED, *self.argv(None, options)], stopped)
@@ -240,7 +242,7 @@ class OpenSSH:
     def _file(self, name: str, text: str | None = None) -> Path:
         """The path of a file for ssh, in a folder that goes with the login; with `text`, writes it."""
         if not self._folders:
-            self._folders.append(private_folder(suffix=_DRAFT))
+            self._folders.append(private_folder())
         path = self._folders[0] / name
         if text is not None:
             path.write_text(text)

@@ -52,8 +52,8 @@ def find(path: Path, *, script_only: bool = False) -> Manifest | None:
 
 def _of_script(script: Path) -> Manifest | None:
     try:
-        blocks = list(_BLOCK.finditer(script.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError):
+        blocks = list(_BLOCK.finditer(script.read_text(encoding="utf-8-sig", errors="replace")))
+    except OSError:
         return None  # running it reports the error
     if not blocks:
         return None
@@ -199,14 +199,21 @@ class _Sources:
         return UsageError(f"{self._shown} has no uv.lock, and {why}", hint="uv lock")
 
 
-def listed(path: Path) -> list[str]:
-    """The requirements in a file. Raises UsageError if it cannot be read or has options other than -r and --hash."""
+def listed(path: Path, above: tuple[str, ...] = ()) -> list[str]:
+    """The requirements in a file that those `above` include.
+
+    Raises UsageError if it cannot be read or has options other than -r and --hash.
+    """
     found: list[str] = []
-    for line in text_of(path).replace("\\\n", " ").splitlines():
-        line = re.sub(r"(^|\s)#.*", "", line).strip()
+    here = os.path.realpath(path)
+    if here in above:
+        raise UsageError(f"cannot read {path}: it includes itself", hint=f"remove the -r {path.name} that leads back to it")
+    text = re.sub(r"(?m)(^|[ \t])#.*", "", text_of(path))
+    for line in text.replace("\\\n", " ").splitlines():
+        line = line.strip()
         other = re.fullmatch(r"(?:-r\s*|--requirement[\s=]\s*)(\S.*)", line)
         if other:
-            found += listed(path.parent / other[1])
+            found += listed(path.parent / other[1], (*above, here))
         elif line.startswith("-") and not re.fullmatch(r"(-e|--editable)\s*\.", line):
             raise UsageError(f"{path}: only requirements are supported, not {line!r:.80}", hint="--index=URL=packages")
         elif line not in ("", ".") and not line.startswith("-"):  # the project's own modules are sent anyway

@@ -64,6 +64,15 @@ def test_a_script_may_have_a_lock_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "content", [b"\xef\xbb\xbf# ///" + SCRIPT.partition("# ///")[2].encode(), SCRIPT.encode() + b"# \xe9"]
+)
+def test_a_block_is_read_whatever_the_encoding_of_the_script(tmp_path: Path, content: bytes) -> None:
+    script = tmp_path / "train.py"
+    script.write_bytes(content)
+    assert Image.of_project(script).pip == ("numpy>=2", "rich")
+
+
+@pytest.mark.parametrize(
     ("text", "said"),
     [
         (SCRIPT + "\n" + SCRIPT, "2 blocks"),
@@ -208,6 +217,20 @@ def test_a_file_of_requirements(tmp_path: Path) -> None:
     write(tmp_path / "requirements.txt", "--extra-index-url https://e.example\nnumpy\n")
     with pytest.raises(sky.UsageError, match="only requirements are supported, not '--extra-index-url"):
         Image.of_project(tmp_path)
+
+
+def test_a_comment_does_not_continue_in_the_next_line(tmp_path: Path) -> None:
+    write(tmp_path / "requirements.txt", "# the next line counts \\\nnumpy\nrich  # this too \\\npandas\n")
+    assert Image.of_project(tmp_path).pip == ("numpy", "rich", "pandas")
+
+
+def test_a_file_of_requirements_that_includes_itself(tmp_path: Path) -> None:
+    write(tmp_path / "more" / "base.txt", "-r ../requirements.txt\n")
+    write(tmp_path / "other.txt", "rich\n")
+    write(tmp_path / "requirements.txt", "-r other.txt\n-r other.txt\n-r more/base.txt\n")
+    with pytest.raises(sky.UsageError, match=r"requirements\.txt: it includes itself") as raised:
+        Image.of_project(tmp_path)
+    assert raised.value.hint == "remove the -r requirements.txt that leads back to it"
 
 
 def test_the_current_folder_is_meant_without_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -207,7 +207,7 @@ def listed(path: Path, above: tuple[str, ...] = ()) -> list[str]:
     found: list[str] = []
     here = os.path.realpath(path)
     if here in above:
-        raise UsageError(f"cannot read {path}: it includes itself", hint=f"remove the -r {path.name} that leads back to it")
+        raise UsageError(f"cannot read {path}: it includes itself", hint="remove the -r that leads back to it")
     text = re.sub(r"(?m)(^|[ \t])#.*", "", text_of(path))
     for line in text.replace("\\\n", " ").splitlines():
         line = line.strip()

@@ -230,7 +230,7 @@ def test_a_file_of_requirements_that_includes_itself(tmp_path: Path) -> None:
     write(tmp_path / "requirements.txt", "-r other.txt\n-r other.txt\n-r more/base.txt\n")
     with pytest.raises(sky.UsageError, match=r"requirements\.txt: it includes itself") as raised:
         Image.of_project(tmp_path)
-    assert raised.value.hint == "remove the -r requirements.txt that leads back to it"
+    assert raised.value.hint == "remove the -r that leads back to it"
 
 
 def test_the_current_folder_is_meant_without_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

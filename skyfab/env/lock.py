@@ -143,9 +143,11 @@ def read_lock(path: str | Path, target: Target) -> Lock:
 def _lock(text: str, target: Target, *, base: Path = Path()) -> Lock:
     """Builds the packages that have only a source. Relative paths are relative to `base`."""
     try:
-        packages = toml.loads(text).get("packages", [])
+        document = toml.loads(text)
+        groups = {*document.get("default-groups", ())}
+        packages = [one for one in document.get("packages", []) if applies(one.get("marker", ""), target, groups)]
         order = {tag: rank for rank, tag in enumerate(tags(target))}
-        wheels = [_choose(one, target, order, base) for one in packages if applies(one.get("marker", ""), target)]
+        wheels = [_choose(one, target, order, base) for one in packages]
     except LockError:
         raise
     except (ValueError, AttributeError, KeyError, TypeError, InvalidMarker) as error:

@@ -786,6 +786,14 @@ def test_a_lock_of_ones_own_is_used_as_it_is(mine: Path, counted: Counted) -> No
     assert not counted.notes.exists()
 
 
+def test_a_lock_of_ones_own_may_have_default_groups(mine: Path) -> None:
+    text = mine.read_text().replace("sys_platform == 'win32'", "'train' in dependency_groups")
+    mine.write_text(text.replace("sdist = ", "archive = ").replace(".tar.gz", TAG))
+    assert [wheel.package for wheel in read_lock(mine, HOST).wheels] == ["native"]
+    mine.write_text(f'default-groups = ["train"]\n{mine.read_text()}')
+    assert [wheel.package for wheel in read_lock(mine, HOST).wheels] == ["native", "winonly"]
+
+
 def test_a_lock_of_ones_own_without_a_wheel_for_the_host(mine: Path) -> None:
     with pytest.raises(LockError, match=r"/pylock\.toml: native 1\.0 has no wheel for Python 3\.11 on Linux aarch64"):
         read_lock(mine, replace(HOST, arch="aarch64"))

@@ -59,7 +59,9 @@ class Preparation:
         target = Target.of(facts, self.python)
         self.meet(host, target)
         lock = self.known_lock(target)
-        return "none" if lock is None else f"env/{self.digest(lock)}/{facts.boot}"
+        if lock is None:
+            return "none"
+        return f"env/{self.digest(lock, self.python_of(host, facts))}/{facts.boot}"
 
     def prepare(self, host: Host, shell: Shell, *, session: str, report: Report) -> str | None:
         """Builds the environment and starts its interpreter: see `Bootstrap.prepare`.
@@ -92,7 +94,7 @@ class Preparation:
                 f"cannot run programs from {facts.cache}: its disk is mounted noexec",
                 hint="put the cache on another disk (cache = … in the inventory)",
             )
-        python = self._python_of(host, facts)
+        python = self.python_of(host, facts)
         if self.is_empty and python is not None:
             return shell.go(quote(python))
         target = Target.of(facts, self.python)
@@ -101,7 +103,7 @@ class Preparation:
         with self._met:
             self._met.wait_for(lambda: not self._absent, _OTHERS)
         lock = make_lock(self.image, target, together=self._together())
-        digest = self.digest(lock)
+        digest = self.digest(lock, python)
         answer = enter(shell, digest)
         if answer == "absent":
             Installation(
@@ -118,7 +120,7 @@ class Preparation:
             answer = enter(shell, digest)
         return answer
 
-    def _python_of(self, host: Host, facts: Facts) -> str | None:
+    def python_of(self, host: Host, facts: Facts) -> str | None:
         """An interpreter that is installed on the host and has the right version."""
         if host.python.startswith("/"):
             return host.python
@@ -134,9 +136,13 @@ class Preparation:
     def _together(self) -> list[Target]:
         return sorted(set(self._targets.values()), key=repr)
 
-    def digest(self, lock: Lock) -> str:
-        """The environment's name: a hash of everything that it is built from."""
-        return name_of("\0".join((_LAYOUT, lock.digest, *sorted(self.image.apt))).encode())[:40]
+    def digest(self, lock: Lock, python: str | None) -> str:
+        """The environment's name: a hash of everything that it is built from.
+
+        `python` is the path of the host's own interpreter: hosts that share a cache may have it at different places.
+        """
+        own = [python] if python else []
+        return name_of("\0".join((_LAYOUT, lock.digest, *sorted(self.image.apt), *own)).encode())[:40]
 
     def meet(self, host: Host, target: Target | None) -> None:
         """Records a host's target; None: the host does not take part, or no more."""

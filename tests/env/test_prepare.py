@@ -44,9 +44,12 @@ def test_the_environment_that_a_host_should_have_is_asked_for_first(index: Index
     assert preparation.guess(HOST) == "none", "it may be another machine by now"
     store(FACTS)
     assert preparation.guess(HOST) == "none", "there is no lock"
-    digest = preparation.digest(lock.make_lock(PACKED, TARGET))
+    digest = preparation.digest(lock.make_lock(PACKED, TARGET), None)
     assert preparation.guess(HOST) == f"env/{digest}/b1"
     assert len(digest) == 40
+    store(Facts(**{**fields(FACTS), "pythons": (python("/opt/bin/python3.11", "3.11.2"),)}))
+    digest = preparation.digest(lock.make_lock(PACKED, TARGET), "/opt/bin/python3.11")
+    assert preparation.guess(HOST) == f"env/{digest}/b1"
 
 
 def store(facts: Facts) -> None:
@@ -180,13 +183,26 @@ def test_the_name_of_an_environment_is_that_of_all_it_is_built_from(index: Index
     index.add("app", "1.0")
     index.add("other", "1.0")
 
-    def digest(**options: Any) -> str:
+    def digest(python: str | None = None, **options: Any) -> str:
         image = Image(**options)
-        return Preparation(image, [HOST], "3.11").digest(lock.make_lock(image, TARGET))
+        return Preparation(image, [HOST], "3.11").digest(lock.make_lock(image, TARGET), python)
 
     assert digest(pip=("app",), apt=("a", "b")) == digest(pip=("app",), apt=("b", "a"))
     images: list[dict[str, Any]] = [{"pip": ("app",)}, {"pip": ("other",)}, {"pip": ("app",), "apt": ("a",)}]
-    assert len({digest(**image) for image in images}) == 3
+    images += [{"pip": ("app",), "python": path} for path in ("/usr/bin/python3.11", "/opt/bin/python3.11")]
+    assert len({digest(**image) for image in images}) == 5
+
+
+def test_hosts_with_one_cache_and_other_interpreters_have_environments_of_their_own(
+    index: Index, built: list[Any]
+) -> None:
+    """A build deletes what another host uses if the interpreter's path does not exist on its own host."""
+    index.add("app", "1.0")
+    preparation = Preparation(PACKED, [HOST, OTHER], "3.11")
+    for host, path in ((HOST, "/usr/bin/python3.11"), (OTHER, "/opt/bin/python3.11")):
+        facts = Facts(**{**fields(FACTS), "pythons": (python(path, "3.11.2"),)})
+        prepared(preparation, Shell(facts), host)
+    assert len({digest for digest, _ in built}) == 2
 
 
 def test_a_disk_without_programs(built: list[Any]) -> None:

@@ -39,6 +39,9 @@ class Preparation:
         self.python = python
         self._targets: dict[str, Target] = {}
         self._absent = {host.name for host in hosts}
+        self._names = frozenset(self._absent)
+        self._unread = list(hosts)
+        """Those whose cached facts have not been read."""
         self._met = threading.Condition()
         self._sharing = Sharing(hosts, deliver, _OTHERS)
 
@@ -58,8 +61,9 @@ class Preparation:
             return "none"
         target = Target.of(facts, self.python)
         self.meet(host, target)
+        is_complete = self._recall()
         lock = self.known_lock(target)
-        if lock is None:
+        if lock is None or (lock.torch and not is_complete):  # torch must have the same version on all hosts
             return "none"
         return f"env/{self.digest(lock, self.python_of(host, facts))}/{facts.boot}"
 
@@ -132,6 +136,18 @@ class Preparation:
         from skyfab.env.lock import known_lock
 
         return known_lock(self.image, target, together=self._together())
+
+    def _recall(self) -> bool:
+        """Uses the cached facts of hosts that have not been met. Returns whether the targets of all hosts are known."""
+        from skyfab.env import facts_cache
+
+        with self._met:
+            while self._unread:
+                host = self._unread.pop()
+                facts = facts_cache.load(host)
+                if facts is not None:
+                    self._targets.setdefault(host.name, Target.of(facts, self.python))
+            return self._targets.keys() >= self._names
 
     def _together(self) -> list[Target]:
         return sorted(set(self._targets.values()), key=repr)

@@ -52,10 +52,10 @@ def test_the_environment_that_a_host_should_have_is_asked_for_first(index: Index
     assert preparation.guess(HOST) == f"env/{digest}/b1"
 
 
-def store(facts: Facts) -> None:
+def store(facts: Facts, host: sky.Host = HOST) -> None:
     import dataclasses
 
-    facts_cache.store(HOST, "hosts", dataclasses.asdict(facts))
+    facts_cache.store(host, "hosts", dataclasses.asdict(facts))
 
 
 def test_facts_are_kept_for_each_login_and_cache() -> None:
@@ -253,6 +253,26 @@ def test_a_pool_waits_for_all_its_hosts_before_it_resolves(built: list[Any], mon
     absent.meet(OTHER, None)
     prepared(absent, Shell(FACTS))
     assert together[-1] == [TARGET]
+
+
+def test_torch_of_a_host_that_was_used_alone_is_not_that_of_a_pool(index: Index) -> None:
+    """A host that is used alone gets the newest torch for it, and keeps that environment."""
+    for arch, version in (("x86_64", "2.14.0"), ("x86_64", "2.13.0"), ("aarch64", "2.13.0")):
+        index.add("torch", f"{version}+cpu", tag=f"cp311-cp311-manylinux_2_28_{arch}")
+    image = Image(pip=("torch",))
+    other = Facts(**{**fields(FACTS), "arch": "aarch64"})
+    together = sorted([TARGET, Target.of(other, "3.11")], key=repr)
+    assert [lock.make_lock(image, target).torch for target in together] == ["2.13.0", "2.14.0"]
+    store(FACTS)
+    preparation = Preparation(image, [HOST, OTHER], "3.11")
+    assert preparation.guess(HOST) == "none", "nothing is known about the other host"
+    assert Preparation(image, [HOST], "3.11").guess(HOST) != "none"
+    store(other, OTHER)
+    preparation = Preparation(image, [HOST, OTHER], "3.11")
+    assert preparation.guess(HOST) == "none", "there is no lock for both hosts"
+    common = lock.make_lock(image, TARGET, together=together)
+    assert common.torch == "2.13.0"
+    assert preparation.guess(HOST) == f"env/{preparation.digest(common, None)}/b1"
 
 
 # ---- images that are wrong

@@ -88,7 +88,7 @@ class Preparation:
 
     def _prepare(self, host: Host, shell: Shell, session: str, report: Report) -> str | None:
         from skyfab.env import facts_cache
-        from skyfab.env.install import Installation, enter
+        from skyfab.env.install import Installation, enter, install_apt
         from skyfab.env.lock import make_lock
 
         report.step("probing")
@@ -108,6 +108,9 @@ class Preparation:
             self._met.wait_for(lambda: not self._absent, _OTHERS)
         lock = make_lock(self.image, target, together=self._together())
         digest = self.digest(lock, python)
+        if self.image.apt:  # each machine has its own, and hosts may share the folder of the environments
+            report.step("installing apt packages")
+            install_apt(shell, self.image.apt)
         answer = enter(shell, digest)
         if answer == "absent":
             Installation(

@@ -11,6 +11,7 @@ import pytest
 from stage.index import Index
 
 import skyfab as sky
+from skyfab._util.scripts import given, read
 from skyfab.calls.image import Image
 from skyfab.env import facts_cache, install, lock, prepare
 from skyfab.env.facts import Facts, Program, Target
@@ -101,6 +102,11 @@ class Shell:
         self.facts = facts
         self.has = has
         self.went: list[str] = []
+        self.ran: list[str] = []
+
+    def run(self, script: str) -> str:
+        self.ran.append(script)
+        return ""
 
     def go(self, python: str, *, provided: str = "true") -> str:
         self.went.append(python)
@@ -177,6 +183,16 @@ def test_an_environment_is_built_once(index: Index, built: list[Any]) -> None:
     assert (installation.session, installation.python, installation.target) == ("s1", "/bin/python3", TARGET)
     assert [wheel.package for wheel in installation.lock.wheels] == ["app"]
     assert prepared(preparation, shell)[0] == "ready" and len(built) == 1
+
+
+def test_debian_packages_are_looked_for_although_the_environment_is_there(built: list[Any]) -> None:
+    """Another machine may have built it in a home folder that both share, or this container is a new one."""
+    shell = Shell(FACTS, has=True)
+    preparation = Preparation(Image(apt=("git", "g++")), [HOST], "3.11")
+    assert prepared(preparation, shell) == ("ready", ["probing", "resolving", "installing apt packages"])
+    (script,) = shell.ran
+    assert script == given("git", "g++") + read("env/apt.sh")
+    assert built == []
 
 
 def test_the_name_of_an_environment_is_that_of_all_it_is_built_from(index: Index) -> None:

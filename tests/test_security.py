@@ -134,7 +134,8 @@ def test_the_result_of_a_run_says_how_it_is_encoded() -> None:
     """A run that was launched with results="data" can be attached to without that."""
     payload = plain_data.dumps({"loss": 0.5})
     message = messages.Result(parts=[len(payload.data)], plain=True)
-    assert unpack_result(message, [memoryview(payload.data)], host="h", rank=0, label="f") == {"loss": 0.5}
+    about: Any = {"host": "h", "rank": 0, "label": "f", "untrusted": False}
+    assert unpack_result(message, [memoryview(payload.data)], **about) == {"loss": 0.5}
 
 
 def test_a_wary_pool_rebuilds_pythons_own_exceptions_alone(untrusted: sky.Compute) -> None:

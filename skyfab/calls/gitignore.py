@@ -34,8 +34,8 @@ def as_git(top: Path) -> Keeps:
     @functools.cache
     def spec_in(folder: Path) -> pathspec.GitIgnoreSpec | None:
         try:
-            return spec_of((folder / ".gitignore").read_text().splitlines())
-        except (OSError, UnicodeDecodeError):
+            return spec_of((folder / ".gitignore").read_text("utf-8-sig", "surrogateescape").splitlines())
+        except OSError:
             return None
 
     def keeps(child: os.DirEntry[bytes], path: bytes) -> bool:

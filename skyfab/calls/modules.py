@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _DATA: Final = 1024 * 1024
 """Data files in packages are sent up to this size in bytes; larger ones only with `includes`."""
-_LIST: Final = r"\([^)]*\)|(?:\\\n|[^\n;])*"
+_LIST: Final = r"\((?:#.*|[^)#])*\)|(?:\\\n|[^\n;])*"
 _IMPORT: Final = re.compile(rf"from\b[ \t]*(\.*)([\w.]*)[ \t]*\bimport\b[ \t]*({_LIST})|import[ \t]+({_LIST})")
 _NAME: Final = re.compile(r"(?:^|[,(])(?:\s|\\\n|#.*\n)*([^\W\d][\w.]*)")
 _TEXT: Final = re.compile(r"""["']([^\W\d]\w*(?:\.\w+)*)["']""")
@@ -212,7 +212,9 @@ def _is_own(file: str) -> bool:
 
 
 def _installed() -> tuple[str, ...]:
-    places = {*sysconfig.get_paths().values(), *site.getsitepackages(), site.getusersitepackages()}
+    paths = sysconfig.get_paths()
+    del paths["data"]  # all of /usr/local, for the Python of Debian
+    places = {*paths.values(), *site.getsitepackages(), site.getusersitepackages()}
     places |= {os.path.realpath(place) for place in places}
     places.add(os.path.dirname(os.path.realpath(os.__file__)))
     places.discard("/")

@@ -135,7 +135,8 @@ class Project:
         if self._image.excludes:
             excluded = spec_of(self._image.excludes)
             found = {inner: file for inner, file in found.items() if not excluded.match_file(text(file[0].path))}
-        return found, roots, modules.folders
+        linked = {os.path.dirname(os.path.realpath(path)) for _, path in found.values() if os.path.islink(path)}
+        return found, roots, modules.folders | set(map(os.fsdecode, linked))
 
     def _files_of(self, include: _Include, modules: Modules) -> Iterator[tuple[Entry, bytes]]:
         """The files of an include; the modules that they import are added to `modules`."""

@@ -40,7 +40,7 @@ _PACKAGES: Final = """
 
 
 def unpack_result(
-    message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool = False
+    message: Message, buffers: list[memoryview], *, host: str, rank: int | None, label: str, untrusted: bool
 ) -> Any:
     """The value that a call returned. Raises the exception that it raised, with the host's traceback as cause.
 
@@ -71,7 +71,7 @@ def unpack_group(message: Message, buffers: list[memoryview], **about: Any) -> l
 
 
 def unpack_value(
-    buffers: list[memoryview], *, plain: bool, host: str, rank: int | None, label: str, untrusted: bool = False
+    buffers: list[memoryview], *, plain: bool, host: str, rank: int | None, label: str, untrusted: bool
 ) -> Any:
     """A value that a call returned or yielded, encoded as `plain` data or pickled.
 
@@ -249,5 +249,12 @@ def _ending(message: messages.Ended, host: str, rank: int | None, label: str) ->
 
 
 def in_order(found: Sequence[list[tuple[int, Any]] | None]) -> list[Any]:
-    """The results of all ranks of an elastic gang, in the rank order of the last attempt. Lost hosts have none."""
-    return [value for _, value in sorted((pair for part in found if part for pair in part), key=lambda pair: pair[0])]
+    """The results of all ranks of an elastic gang, in the rank order of the last attempt. Lost hosts have none.
+
+    Raises ProtocolError for what hosts of no such gang send.
+    """
+    try:
+        pairs = sorted((pair for part in found if part for pair in part), key=lambda pair: pair[0])
+        return [value for _, value in pairs]
+    except Exception as error:
+        raise ProtocolError(f"invalid results: {error}") from None

@@ -40,6 +40,7 @@ def gc(
     from skyfab.env.gc import question, sweep_here
     from skyfab.session.ask import Asker
     from skyfab.session.fanout import one_error
+    from skyfab.ui.terminal import clean
 
     known, chosen = selected(hosts, inventory, quiet=json_) if hosts is not None or not here else (None, ())
     found: list[tuple[str, Swept]] = []
@@ -48,7 +49,8 @@ def gc(
     def report(host: str, swept: Swept) -> None:
         found.append((host, swept))
         if not json_:
-            print(f"{host}: {swept}\n", end="", flush=True)  # in one piece: hosts reply at any time
+            line = clean(f"{host}: {swept}", colour=False)
+            print(f"{line}\n", end="", flush=True)  # in one piece: hosts reply at any time
 
     if here:
         report("this machine", sweep_here(days, dry_run=dry_run))

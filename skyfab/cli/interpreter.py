@@ -14,6 +14,8 @@ from skyfab.errors import UsageError
 
 _LOG: Final = logging.getLogger("skyfab")
 _PROBE: Final = "import importlib.util as u, sys; print(*sys.version_info[:2], int(u.find_spec('skyfab') is not None))"
+_PROGRAM: Final = "import sys; sys.path[:1] == [''] and sys.path.pop(0); from skyfab.cli import main; main()"
+"""As the installed command: modules of the current folder do not take the place of others."""
 _TIMEOUT: Final = 30
 _HANDED_OVER: Final = "SKYFAB_HANDED_OVER"
 """The environment variable that says that a command has continued with the Python of its project."""
@@ -43,7 +45,7 @@ def hand_over(script: Path) -> None:
         _LOG.debug("running with the project's Python: %s", python)
         sys.stderr.flush()
         os.environ[_HANDED_OVER] = "1"
-        os.execv(python, [str(python), "-m", "skyfab", *sys.argv[1:]])
+        os.execv(python, [str(python), "-c", _PROGRAM, *sys.argv[1:]])
     if (major, minor) != sys.version_info[:2]:
         ours = ".".join(map(str, sys.version_info[:2]))
         raise UsageError(

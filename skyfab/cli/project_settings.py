@@ -11,6 +11,7 @@ from typing import Any, Final
 from skyfab._util import schema
 from skyfab.cli.image_options import ImageOptions
 from skyfab.errors import UsageError
+from skyfab.inventory import detect
 from skyfab.inventory.host import CHECKS, expanded
 
 
@@ -53,6 +54,8 @@ def _settings(table: object, file: Path) -> ProjectSettings:
         ]
         raise UsageError("\n  ".join([f"{file}: [tool.skyfab]", *lines]))
     for key in values.keys() & {"inventory", "requirements", "lock"}:
+        if key == "inventory" and detect.is_word(values[key]):
+            continue
         values[key] = str(file.parent / expanded(values[key]))
     if "env-file" in values:
         values["env-file"] = tuple(str(file.parent / expanded(path)) for path in values["env-file"])

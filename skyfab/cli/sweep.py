@@ -31,8 +31,7 @@ from skyfab.ui.terminal import LiveLines, clean, is_rich, put
 if TYPE_CHECKING:
     from skyfab.detached.run import Run
     from skyfab.detached.sweep import Trial
-    from skyfab.inventory.host import Host
-    from skyfab.inventory.inventory import Inventory
+    from skyfab.pool.compute import Compute
     from skyfab.pool.node import Node
 
 _PACE: Final = 1.0
@@ -49,7 +48,7 @@ def sweep(
     slots: Annotated[int | None, Option("trials at a time on a host", "N", default="the inventory's slots")] = None,
     detach: Annotated[bool, Option("start the sweep and return")] = False,
     keep_going: Annotated[bool, Option("begin new trials even after one has failed")] = False,
-    resume: Annotated[bool, Option("in the last sweep of this name, run only the trials that are not done")] = False,
+    resume: Annotated[bool, Option("run only the trials that the last sweep of this script has not done")] = False,
     follow: Annotated[bool, Option("show a running sweep until it has ended", short="f")] = False,
     name: Annotated[str | None, Option("a name for the sweep", "NAME", default="that of the script")] = None,
     csv_: Annotated[str | None, Option("write the table to this file; - is stdout", "FILE")] = None,
@@ -95,14 +94,15 @@ def sweep(
         hint = "write NAME=VALUES, as in lr=1e-3,1e-4; other arguments of the script go after --"
         raise UsageError(f"no values in {bare[0]!r}", hint=hint)
     words = trials_of([*values, *arguments], grid)
-    count: Any = int(gpus) if gpus.isdigit() else float(gpus) if re.fullmatch(r"0?\.\d+", gpus) else gpus
+    count: Any = int(gpus) if gpus.isdecimal() else float(gpus) if re.fullmatch(r"0?\.\d+", gpus) else gpus
     check_gpus(count)
     settings = options.project(script)
     name = name or script.stem
     options = GpuOptions(when_free=count > 0).added_to(options)
     with options.pool(script, settings, ranks=1, here=1, plugins=[OwnPort()]) as compute:
         hosts = [node.host for node in compute.hosts]
-        before = _known(name, hosts, compute.inventory) if resume else {}
+        label = f"{LABEL}{target}"
+        before = _known(name, label, compute) if resume else {}
         if resume:
             done = [before[one].state == "done" for one in words if one in before]
             what = f"{sum(done)} are done" if done else "the last sweep had none"
@@ -118,7 +118,7 @@ def sweep(
             "secret": secrets.token_hex(32),
         }
         started = as_function(drive)
-        started.label = f"{LABEL}{target}"
+        started.label = label
         run = compute.launch(started(plan), name=name)
         known = compute.inventory
     if detach:
@@ -144,12 +144,18 @@ def _slots(nodes: Sequence[Node], gpus: float, limit: int | None) -> list[Sequen
     return found
 
 
-def _known(name: str, hosts: Sequence[Host], inventory: Inventory) -> dict[tuple[str, ...], Trial]:
-    """The trials of the last sweep with this name. Raises UsageError if it is not over."""
+def _known(name: str, label: str, compute: Compute) -> dict[tuple[str, ...], Trial]:
+    """The trials of the last sweep of this script with this name. Raises UsageError if it is not over."""
     from skyfab.detached.run import attached
     from skyfab.detached.sweep import Sweep
 
-    with attached(name, hosts, inventory=inventory, results="data") as run:
+    def is_of_this(run: Run) -> bool:
+        """Whether it is of the same script in the same folder, or in a copy, whose name ends in a number."""
+        folders = {re.sub(r"\.[0-9a-f]{8}$", "", part.about.workdir) for part in run.parts}
+        return run.function == label and not folders.isdisjoint(node.workdir.sent for node in compute.hosts)
+
+    hosts = [node.host for node in compute.hosts]
+    with attached(name, hosts, inventory=compute.inventory, results="data", suits=is_of_this) as run:
         found = {trial.words: trial for trial in Sweep(run).look()}
         if run.state == "running":
             raise UsageError(f"sweep {name} is still running", hint=f"to end it: skyfab stop {name}")

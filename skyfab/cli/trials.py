@@ -20,6 +20,8 @@ MOST: Final = 10_000
 """Trials of a sweep, at most."""
 _NAME: Final = 100
 """Characters of a folder's name, without the number."""
+_COMMENT: Final = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#.*""")
+"""A comment, or in its first group what cannot begin one. As in shells, it begins a word."""
 _RANGE: Final = re.compile(r"(?!\.\.$)([^/]*?)\.\.([^/]*)")  # not a path, such as ../data
 
 
@@ -78,7 +80,7 @@ def _lines(path: Path) -> list[tuple[str, ...]]:
     found = []
     for number, line in enumerate(text_of(path).splitlines(), 1):
         try:
-            found.append(tuple(shlex.split(line, comments=True)))
+            found.append(tuple(shlex.split(_COMMENT.sub(lambda part: part[1] or "", line))))
         except ValueError as error:
             raise UsageError(f"{path}: line {number}: {str(error).lower()}") from None
     if not any(found):

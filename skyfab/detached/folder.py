@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from skyfab._util import schema
 from skyfab.detached.written import Written
+from skyfab.errors import ProtocolError, printable
 from skyfab.inventory.host import Host
 from skyfab.session.ask import Question, Reply
 
 State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
 LATEST: Final = 1e11
 """An upper limit for plausible timestamps."""
+_ID: Final = re.compile(r"[0-9A-Za-z]{1,64}")
 _LIMITS: Final = schema.Limits(characters=2000, items=100_000)
 
 
@@ -44,6 +47,17 @@ class About:
                 raise schema.Invalid("expected distinct items", (name,))
         if not 0 <= self.place < len(self.hosts):
             raise schema.Invalid("out of range", ("place",))
+        if not 0 <= min(self.ranks) <= max(self.ranks) < self.world:
+            raise schema.Invalid("out of range", ("ranks",))
+        if not all(map(str.isprintable, self.hosts)):
+            raise schema.Invalid("expected printable names", ("hosts",))
+        for name in ("name", "function"):  # a command may have several lines
+            object.__setattr__(self, name, printable(getattr(self, name)))
+
+    @property
+    def common(self) -> tuple[object, ...]:
+        """What is the same on all hosts of a run."""
+        return self.name, self.function, self.hosts, self.world, self.on, self.elastic
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,13 +104,32 @@ class Part:
 
     def __post_init__(self) -> None:
         """A host may send anything. Raises schema.Invalid."""
-        if not self.about.id.isalnum() or not 0 <= self.started < LATEST:
+        if not _ID.fullmatch(self.about.id) or not 0 <= self.started < LATEST:
             raise schema.Invalid("not a run")
 
     @property
     def failures(self) -> list[tuple[int, float]]:
         """Ranks that have failed on this host, and when."""
         return [(rank, self.failed[str(rank)]) for rank in self.about.ranks if str(rank) in self.failed]
+
+
+def contradiction(parts: Sequence[Part]) -> ProtocolError | None:
+    """The error if parts of a run contradict each other: a host could replace the results of others.
+
+    Parts that are equal are those of a host that was asked by two names. The ranks of a lost one may be unknown.
+    """
+    places: dict[int, Part] = {}
+    holders: dict[int, Part] = {}
+    for part in parts:
+        about, ranks = part.about, () if part.state == "lost" else part.about.ranks
+        wrong = [parts[0]] if about.common != parts[0].about.common else []
+        wrong += [one for one in [places.setdefault(about.place, part)] if one.about != about]
+        wrong += [one for one in (holders.setdefault(rank, part) for rank in ranks) if one.about != about]
+        if wrong:
+            what = f"what it reports of run {about.id[:8]} contradicts what {wrong[0].host} reports"
+            hint = "to use the run without one of them: --hosts=… (attach(hosts=…))"
+            return ProtocolError(what, host=part.host, hint=hint)
+    return None
 
 
 def question(run: str = "", *, ended: int | None = None, gpus: bool = False) -> Question[list[Part]]:
@@ -120,7 +153,8 @@ def _parse(host: Host, replies: Iterator[Reply]) -> list[Part]:
 
 def content_of(_host: Host, replies: Iterator[Reply]) -> bytearray | None:
     """The content of a file; None if it is not there."""
-    if next(replies).value is not True:
+    first = next(replies, None)
+    if first is None or first.value is not True:
         return None
     content = bytearray()
     for reply in replies:

@@ -18,11 +18,11 @@ from skyfab._util import schema
 from skyfab._util.html import ShownAsTable
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.results import in_order, unpack_result
-from skyfab.detached.folder import Part, Phase, State, content_of, question
+from skyfab.detached.folder import Part, Phase, State, content_of, contradiction, question
 from skyfab.detached.logs import LogLine, LogReader
 from skyfab.detached.noted import used_last
 from skyfab.detached.written import event, path_of
-from skyfab.errors import HostLost, HostUnfit, SkyfabError, UntrustedResult, UsageError, broadcast_error, printable
+from skyfab.errors import HostLost, HostUnfit, ProtocolError, SkyfabError, UntrustedResult, UsageError, broadcast_error
 from skyfab.inventory.host import LOCAL, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol import messages
@@ -56,6 +56,7 @@ class Run(ShownAsTable):
         self._untrusted = results == "data"
         self._asked = {host.name: host for host in hosts}
         self._parts = list(parts)
+        self._contradiction = contradiction(parts)
         self.inventory = inventory
         self._about = about = parts[0].about
         self.id = about.id
@@ -74,7 +75,7 @@ class Run(ShownAsTable):
         """Other runs that were running when it was started."""
 
     def __repr__(self) -> str:
-        return f"<run {self.id[:8]} {printable(self.name)}: {self.state}>"
+        return f"<run {self.id[:8]} {self.name}: {self.state}>"
 
     def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         return ("host", "state"), [(part.host, part.state) for part in self._parts]
@@ -138,10 +139,11 @@ class Run(ShownAsTable):
     def has_ended(self) -> bool:
         """Whether all of its hosts responded to the last query, and none of them still runs it."""
         states = {part.state for part in self._parts}
-        return len(self._parts) == len(self.hosts) and states.isdisjoint(("running", "unreachable"))
+        is_known = self._contradiction is None and len(self._parts) == len(self.hosts)
+        return is_known and states.isdisjoint(("running", "unreachable"))
 
     def look(self) -> None:
-        """Queries all its hosts again; those that are unreachable now may respond later."""
+        """Queries all its hosts again; those that are unreachable now may respond later. Raises ProtocolError."""
         with self._asker() as asker:
             self._look(asker)
 
@@ -149,6 +151,8 @@ class Run(ShownAsTable):
         """Returns the errors of the hosts that do not respond now."""
         outcomes = asker.ask(question(self.id))
         self._parts = [self._part(outcome) for outcome in outcomes if outcome.error is None]
+        self._contradiction = contradiction(self._parts)
+        self._check_parts()
         self.unasked = [name for name in self.hosts if self._host(name) is None]
         return [outcome.error for outcome in outcomes if outcome.error is not None]
 
@@ -166,13 +170,18 @@ class Run(ShownAsTable):
         return Asker(hosts, self.inventory, **options).sharing(self.asker)
 
     def _asker_of_all(self, **options: Any) -> Asker:
-        """Raises UsageError if a host of the run was neither queried nor is in the inventory."""
+        """Raises UsageError if a host of the run was neither queried nor is in the inventory; and ProtocolError."""
+        self._check_parts()
         if unknown := [name for name in self.hosts if self._host(name) is None]:
             raise UsageError(
                 f"run {self.id[:8]} is also on {', '.join(unknown)}, which the inventory does not list",
                 hint="name all of its hosts: --hosts=… (attach(hosts=…)); one that has a new name must respond",
             )
         return self._asker(**options)
+
+    def _check_parts(self) -> None:
+        if self._contradiction is not None:
+            raise self._contradiction
 
     def _host(self, name: str) -> Host | None:
         """Only a queried host or one of the inventory: a host's report must not make this program log in elsewhere."""
@@ -274,6 +283,7 @@ class Run(ShownAsTable):
                 if self.state not in ("running", "unreachable") and not errors:
                     errors += self._fetch(asker, answers)
                     if not errors:
+                        self._check_ranks(answers)
                         return self._conclude(answers)
                 if time.monotonic() > until:
                     why = f"does not respond: {errors[0]}" if errors else f"is still {self.state}"
@@ -297,6 +307,13 @@ class Run(ShownAsTable):
                     host=part.host,
                     hint=f"its output until then: skyfab logs {self.id[:8]}",
                 )
+
+    def _check_ranks(self, answers: _Answers) -> None:
+        """Raises ProtocolError if its hosts do not have the ranks that it has."""
+        ranks = sorted(rank for some in answers.values() for rank, _, _ in some)
+        if self._about.on == "all" and not self._about.elastic and ranks != [*range(self.world_size)]:
+            which = f"{ranks[:20]} instead of those below {self.world_size}"
+            raise ProtocolError(f"the hosts of run {self.id[:8]} report results of ranks {which}")
 
     def _fetch(self, asker: Asker, answers: _Answers) -> list[SkyfabError]:
         """Adds the results of hosts from which they were not fetched before. Returns the errors of those that fail."""
@@ -354,7 +371,8 @@ class Run(ShownAsTable):
             for outcome in asker.ask(asked):
                 if pid := outcome.get():
                     what = f"process {pid} is still running after 10 s"
-                    raise HostUnfit(what, host=outcome.host.name, hint=f"wait, or on the host: kill -9 {pid}")
+                    hint = f"wait, or on the host: kill -9 {pid}" if pid > 1 else None
+                    raise HostUnfit(what, host=outcome.host.name, hint=hint)
 
 
 def _check(errors: Sequence[SkyfabError]) -> bool:
@@ -435,13 +453,24 @@ def attach(
 
 
 @contextmanager
-def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any", soon: bool = False) -> Iterator[Run]:  # noqa: A002
-    """As `attach`; connections stay open in the block. With `soon`, slow hosts are left out if others have the run."""
+def attached(
+    id: str,  # noqa: A002
+    hosts: Any,
+    *,
+    inventory: Any,
+    results: Results = "any",
+    soon: bool = False,
+    suits: Callable[[Run], bool] = lambda run: True,
+) -> Iterator[Run]:
+    """As `attach`; connections stay open in the block. With `soon`, slow hosts are left out if others have the run.
+
+    Of the runs with this name, only those count that `suits` accepts.
+    """
     if not id:  # else it would be the beginning of every id
         raise UsageError("no run was named", hint="to list runs: skyfab runs")
     with _asker_of(Inventory.of(inventory), hosts) as asker:
         with left_running(id):  # it may just have been started
-            run = _find(id, asker, results, soon=soon, is_named=hosts is not None)
+            run = _find(id, asker, results, suits, soon=soon, is_named=hosts is not None)
         run.asker = asker
         try:
             yield run
@@ -449,12 +478,20 @@ def attached(id: str, hosts: Any, *, inventory: Any, results: Results = "any", s
             run.asker = None
 
 
-def _find(id: str, asker: Asker, results: Results, *, soon: bool, is_named: bool) -> Run:  # noqa: A002
+def _find(
+    id: str,  # noqa: A002
+    asker: Asker,
+    results: Results,
+    suits: Callable[[Run], bool],
+    *,
+    soon: bool,
+    is_named: bool,
+) -> Run:
     def is_there(found: list[Run]) -> bool:
         return any(run.id.startswith(id) or (run.name == id and run.silent) for run in found)
 
     found, errors = survey(asker, results, is_there if soon else None)
-    named = [run for run in found if run.name == id or run.id[:8] == id]
+    named = [run for run in found if (run.name == id or run.id[:8] == id) and suits(run)]
     if named:
         return next((run for run in named if run.state == "running"), named[0])
     by_id = [run for run in found if run.id.startswith(id)]

@@ -76,6 +76,13 @@ class Batch:
 
     def explain(self) -> DeviceError:
         """The error that the host reports."""
+        try:
+            return self._explained()
+        except Exception as error:  # the host may send anything
+            what = f"an operation failed; the host sent an invalid reason: {type(error).__name__}: {error}"
+            return DeviceError(what[:200], host=self._stream.link.name)
+
+    def _explained(self) -> DeviceError:
         found, host = self.document["error"], self._stream.link.name
         if not isinstance(found, dict):
             return DeviceError("an operation failed; the host sent no reason", host=host)
@@ -118,10 +125,13 @@ class Batch:
             error = self._stream.worker_died(f"{message.kind}: {message.text}", self.entries)
         elif isinstance(message, messages.Ended):
             error = self._stream.worker_died(message.text or f"its process ended ({message.why})", self.entries)
-        self._stream.replied(self, error)
+        self.failed(error)
 
-    def failed(self, error: Exception) -> None:
-        self._stream.replied(self, error)
+    def failed(self, error: Exception | None) -> None:
+        try:
+            self._stream.replied(self, error)
+        finally:
+            self.done = True  # a thread may wait for it
 
 
 Then = Callable[[Batch, Exception | None], None]

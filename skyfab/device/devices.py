@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -81,10 +82,11 @@ def _refusal(hello: Any, host: str, ours: str, *, seeded: bool) -> HostUnfit | N
         return HostUnfit("its Python has no torch", host=host, hint="Compute(…, plugins=[sky.plugins.torch()])")
     if str(theirs).split(".")[:2] != ours.split(".")[:2]:
         own, other = (str(version).partition("+")[0] for version in (ours, theirs))
+        is_safe = re.fullmatch(r"[0-9.]{1,40}", other)  # it is part of a command
         return HostUnfit(
             f"has torch {theirs}, this program has {ours}: major and minor version must be equal",
             host=host,
-            hint=f'Image(pip=["torch=={own}"])' if seeded else f"pip install torch=={other}",
+            hint=f'Image(pip=["torch=={own}"])' if seeded else f"pip install torch=={other}" if is_safe else None,
         )
     if hello.get("usable") is False:
         hint = 'compute.device("cpu"), or a build with CUDA: Compute(…, plugins=[sky.plugins.torch(cuda=…)])'

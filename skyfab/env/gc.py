@@ -51,10 +51,16 @@ class Swept:
     """The deleted working folders: names and bytes."""
     kept_uv: bool = False
     """Whether uv's cache still has the files of deleted environments."""
+    kept_models: bool = False
+    """Whether models, fetched files and kernels stay, because it is not known when they were read."""
     dry_run: bool = False
     """Whether nothing was deleted: it is what would be."""
 
     def __str__(self) -> str:
+        why = "the disk does not note when they are read (noatime); --days=0 removes them"
+        return f"{self._removed()}; models and kernels stay: {why}" if self.kept_models else self._removed()
+
+    def _removed(self) -> str:
         things = [counted(count, _WORDS[kind]) for kind, count in self.counts.items() if count]
         if not things and not self.size:
             return "nothing to remove"
@@ -93,7 +99,7 @@ def sweep_here(days: int, *, dry_run: bool = False) -> Swept:
 
 def _parsed(found: Mapping[str, Any], *, dry_run: bool) -> tuple[Swept, str]:
     """What was deleted, and what could not be."""
-    swept = Swept(dry_run=dry_run, kept_uv=bool(found["kept_uv"]))
+    swept = Swept(dry_run=dry_run, kept_uv=bool(found["kept_uv"]), kept_models=bool(found["kept_models"]))
     for kind, (count, size) in found["removed"].items():
         if kind in _WORDS:
             swept.counts[kind] = int(count)

@@ -104,7 +104,8 @@ def install_apt(shell: Shell, packages: Sequence[str]) -> None:
         why = _NO_APT.get(failed.status)
         if why is None:
             raise
-        lacking = failed.output.split()
+        said = failed.output.split()
+        lacking = [package for package in packages if package in said] or packages
         raise HostUnfit(
             f"missing apt packages: {', '.join(lacking)} ({why})",
             hint=f"ask an administrator: sudo apt-get install {' '.join(lacking)}",

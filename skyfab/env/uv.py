@@ -18,7 +18,7 @@ from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
-from skyfab._util.cache import cache_folder
+from skyfab._util.cache import cache_folder, made_cache
 from skyfab._util.hints import HINTS
 from skyfab.env.facts import Target
 from skyfab.env.pipconf import uv_environment
@@ -301,7 +301,7 @@ def making(path: Path) -> Iterator[None]:
     key = sum_of(str(path))[:32]
     try:
         with _threads[key]:
-            folder = cache_folder() / "busy"
+            folder = made_cache() / "busy"
             folder.mkdir(parents=True, exist_ok=True)
             with (folder / key).open("w") as file:
                 with suppress(OSError):  # without locks, two processes may do the same work, and both rename its result

@@ -29,6 +29,8 @@ MOST_ENTRIES: Final = 1_000_000
 LARGEST: Final = 1 << 50
 """Bytes of one file."""
 _LONGEST: Final = 4096
+_DEEPEST: Final = 200
+"""Folders that an entry may be in."""
 _LATEST: Final = 1 << 90
 _OUTER: Final = re.compile(rb"(?:^|/)\.{0,2}(?:/|\Z)|\0")
 _MISSING: Final = "missing, or a broken link"
@@ -73,6 +75,8 @@ class Entry:
         fits = 0 <= size <= LARGEST and -_LATEST <= time <= _LATEST and 0 <= mode <= 0o777
         if not fits or not is_inner(entry.path):
             raise ProtocolError(f"invalid path, size or time: {row!r:.200}")
+        if entry.path.count(b"/") > _DEEPEST:
+            raise ProtocolError(f"more than {_DEEPEST} folders, one in another: {row!r:.200}")
         if (kind == LINK) != bool(link) or (link and not leads_inside(entry.path, entry.link)):
             raise ProtocolError(f"a link that points outside its folder: {row!r:.200}")
         return entry

@@ -172,6 +172,9 @@ class Transfer:
         self._reading: deque[tuple[str, tuple[Any, ...], Reply]] = deque()
         self._writing: deque[tuple[Reply, int]] = deque()
         self._done = self._total = 0
+        self._needed = 0
+        """Bytes that the target needs for all files."""
+        self._fits: Callable[[int], None] = lambda size: None
         self._is_changed = self._is_cut = False
         """The large file that is being sent was changed, or made shorter, since it was opened."""
 
@@ -182,7 +185,8 @@ class Transfer:
         """
         wanted = self._compare()
         self._total = sum(self._size(number) for number, _ in wanted)
-        fits(sum(self._size(number) - there for number, there in wanted))
+        self._fits = fits
+        self._need(sum(self._size(number) - there for number, there in wanted))
         self._progress(0, self._total)
         numbers = relay([number for number, _ in wanted])
         if not self._in_order:
@@ -193,6 +197,11 @@ class Transfer:
             self._wait_for_writing(0)
         self._target.ask("finish").result()
         self._progress(self._total, self._total)
+
+    def _need(self, size: int) -> None:
+        """The target needs that many bytes more; raises if they do not fit."""
+        self._needed += size
+        self._fits(self._needed)
 
     def listed(self, number: int) -> tuple[int, int]:
         """The size and time of a file."""
@@ -292,6 +301,7 @@ class Transfer:
         size, time = check("reopen", self._source.ask("reopen", number))
         if size == GONE:
             return False
+        self._need(max(0, size - self._size(number)))
         self.rows[number][2] = size
         self._target.ask("resize", number, size, time).result()
         return True
@@ -343,6 +353,7 @@ class Transfer:
     def _pass_pack(self, numbers: list[int], most: int, found: list[list[int]], data: Any) -> None:
         if [number for number, _, _ in found] != numbers or len(data) > most:
             raise ProtocolError("files that were not requested")
+        self._need(max(0, len(data) - sum(map(self._size, numbers))))
         for number, size, _ in found:
             if size == GONE:
                 self.report.note(self.rows[number][0], CHANGED)

@@ -37,10 +37,18 @@ def execute(words: Sequence[str], folder: str | None = None) -> int:
     return code
 
 
-def start(words: Sequence[str], *, port: int = 0, env: Mapping[str, str] | None = None, **options: Any) -> Program:
+def start(
+    words: Sequence[str],
+    *,
+    port: int = 0,
+    placeholders: bool = True,
+    env: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Program:
     """Starts a program in the process group of this worker. Raises HostUnfit if it cannot be started.
 
-    `port` replaces the rendezvous port in its words and variables; `env` and other `options` are those of Popen.
+    With `placeholders`, {rank} and so on are replaced in its words. `port` replaces the rendezvous port, in variables
+    too; `env` and other `options` are those of Popen.
     """
     info = context.instance_info()
     values = {
@@ -52,9 +60,11 @@ def start(words: Sequence[str], *, port: int = 0, env: Mapping[str, str] | None 
         "head": info.head_addr,
         "port": port or info.head_port,
     }
-    words = [
-        _PLACEHOLDER.sub(lambda found: found[0][1:-1] if found[1] else str(values[found[2]]), word) for word in words
-    ]
+    if placeholders:
+        words = [
+            _PLACEHOLDER.sub(lambda found: found[0][1:-1] if found[1] else str(values[found[2]]), word)
+            for word in words
+        ]
     variables = {**_environment(), **({"MASTER_PORT": str(port)} if port else {}), **(env or {})}
     try:
         return subprocess.Popen(words, env=variables, stdin=subprocess.DEVNULL, **options)

@@ -1,6 +1,7 @@
 """Downloads over HTTP into the store, on a host or on the user's machine: resumed after interruptions, and checked.
 
-A download is written to a draft that is named after the content, so a later download of any program continues it.
+A download is written to a draft that is named after the content, so a later download of any program on this host
+continues it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import fcntl
 import functools
 import http.client
 import os
+import socket
 import threading
 import urllib.error
 import urllib.request
@@ -104,8 +106,9 @@ class Downloads(HubCache):
             for _ in range(2):
                 had = os.fstat(file.fileno()).st_size
                 found = self._receive(file, url, size, token)
-                if name := found.name(tag):
-                    file.flush()
+                file.flush()
+                is_whole = os.fstat(file.fileno()).st_size == size  # else another process wrote to it: locks failed
+                if (name := found.name(tag)) and is_whole:
                     seal(file.name, name)
                     os.replace(file.name, os.path.join(self.store, name))
                     return name
@@ -116,12 +119,16 @@ class Downloads(HubCache):
 
     @contextlib.contextmanager
     def _draft(self, tag: str) -> Iterator[IO[bytes] | None]:
-        """The draft, locked against other processes; None if the store already has the content."""
+        """The draft, locked against other processes; None if the store already has the content.
+
+        Each host has its own: in a shared store, locks may work on one host only.
+        """
         os.makedirs(self.store, mode=0o700, exist_ok=True)
-        path = os.path.join(self.store, f".{tag[:16]}-{tag[16:]}")
+        path = os.path.join(self.store, f".{tag[:16]}-{tag[16:]}.{socket.gethostname()}")
         while not os.path.exists(os.path.join(self.store, tag)):
             with open(path, "a+b") as file:
-                fcntl.flock(file, fcntl.LOCK_EX)
+                with contextlib.suppress(OSError):  # some file systems have no locks
+                    fcntl.flock(file, fcntl.LOCK_EX)
                 if os.path.exists(path) and os.path.samestat(os.fstat(file.fileno()), os.stat(path)):
                     yield file
                     return

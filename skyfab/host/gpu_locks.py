@@ -2,12 +2,12 @@
 
 Each process that wants GPUs publishes a *ticket*, and once it has them a *hold*. They are files in /tmp, which is
 sticky: only the owner of a file can remove it. A file is created with mode 0600, locked, written, and published by
-changing its mode to 0644. The lock is a write lock, for which a file must be open for writing: only its owner can
-have it. On Linux it belongs to the open file (F_OFD_SETLK), elsewhere to the process; it ends when the process and
-programs that were started with this file open have ended, whatever ends them. Others test it by trying a read lock,
-which only a write lock refuses, and which hinders nobody. The owner in the name must be that of the file; links, other
-kinds of files, and content that is invalid do not count. A dead file counts no longer; the next process of its owner
-removes it.
+changing its mode to 0644. The lock is a write lock, for which a file must be open for writing: only its owner can have
+it. On Linux it belongs to the open file (F_OFD_SETLK), elsewhere to the process; it ends when the process and programs
+that were started with this file open have ended, whatever ends them. Others test it by trying a read lock, which only a
+write lock refuses, and which hinders nobody. Owner and kind in the name must be those of the file; symbolic links,
+other kinds of files, and content that is invalid do not count. A dead file counts no longer; the next process of its
+owner removes it.
 
 Why two processes never hold the same GPU: a process publishes its hold, then looks at all others, and withdraws if
 any of them has one of its GPUs. Suppose that P and Q hold the same GPU. Both holds stay published from before the look
@@ -24,9 +24,11 @@ started with the open file, so that they have the lock as long as they live, on 
 the process that has started them. Before GPUs are taken, the vendor's tool is asked who uses them, too.
 
 Why somebody always gets GPUs: only the first ticket may publish a hold, so holds rarely meet. The order is (priority,
-change time, inode) of the ticket, which the kernel writes and never changes as long as the owner leaves the file
-alone. Two that each believe to be the first have not seen the ticket of the other; both withdraw, and the next look
-decides. A ticket that could have taken GPUs for 30 s and did not, because its process is stopped, is passed over.
+change time, inode) of the ticket, which the kernel writes and never changes as long as the owner leaves the file alone.
+(Where fs.protected_hardlinks is 0, another user can change that time with a hard link to the ticket: it then waits as
+if it were new. The link itself changes nothing: it is the same file, and counts once.) Two that each believe to be the
+first have not seen the ticket of the other; both withdraw, and the next look decides. A ticket that could have taken
+GPUs for 30 s and did not, because its process is stopped, is passed over.
 """
 
 from __future__ import annotations
@@ -77,8 +79,10 @@ class Lease:
         gpus, count, run = said["gpus"], said["count"], said["run"]
         if not (0 < len(gpus) <= _GPUS and all(type(gpu) is int and 0 <= gpu < _GPUS for gpu in gpus)):
             raise ValueError("invalid GPUs")
-        if type(count) is not int or not 0 <= count <= _GPUS or type(run) is not str:
+        if type(count) is not int or not 0 <= count <= len(gpus) or type(run) is not str:
             raise ValueError("invalid lease")
+        if said.get("kind", kind) != kind:  # a link to a file of another kind; earlier versions do not write it
+            raise ValueError("invalid kind")
         if type(said["low"]) is not bool or type(said["waits"]) is not bool:
             raise ValueError("invalid lease")
         self.kind = kind
@@ -128,7 +132,7 @@ class _File:
 
     def __init__(self, folder: str, kind: str, said: dict[str, Any]) -> None:
         """Raises OSError, also for a folder in which others could remove the file."""
-        content = json.dumps(said).encode()
+        content = json.dumps({**said, "kind": kind}).encode()
         mode = os.stat(folder).st_mode
         if mode & stat.S_IWOTH and not mode & stat.S_ISVTX:
             raise PermissionError(f"{folder} is not sticky: others could remove the files in it")
@@ -147,8 +151,9 @@ class _File:
             except BaseException:
                 self.remove()
                 raise
-            if self.about.st_nlink:
-                return
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.lstat(self.path), self.about):
+                    return
             self.remove()  # another process of this user has removed it as dead, before it was locked
 
     def remove(self) -> None:
@@ -196,7 +201,7 @@ def _read(folder: str, name: str) -> Lease | None:
         if (about.st_dev, about.st_ino) in _own:  # it was replaced by a link to a file of ours: closing would unlock it
             fd = -1
             return None
-        if not stat.S_ISREG(about.st_mode) or about.st_nlink != 1 or about.st_uid != int(match[1]):
+        if not stat.S_ISREG(about.st_mode) or about.st_nlink < 1 or about.st_uid != int(match[1]):
             return None
         if not _is_locked(fd):
             if about.st_uid == os.geteuid():

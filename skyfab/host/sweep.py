@@ -267,7 +267,8 @@ class Driver:
             with open(f"{folder}/log.txt", "ab") as log:
                 words = [sys.executable, *limited, script, *trial["words"]]
                 options: Any = {"stdout": log, "stderr": log, "pass_fds": gpus.fds if gpus else ()}
-                program = start(words, env=env, cwd=folder, start_new_session=True, **options)
+                options |= {"env": env, "cwd": folder, "start_new_session": True}
+                program = start(words, placeholders=False, **options)
             self._groups.add(program.pid)
             if self.stopped.is_set():  # perhaps before `stop` could see it
                 self._terminate(program.pid)

@@ -27,7 +27,7 @@ _USERS: Final = "~/.ssh/config"
 _SYSTEMS: Final = "/etc/ssh/ssh_config"
 _ACCOUNT: Final = ("hostname", "port", "user", "proxyjump", "proxycommand")
 """What is equal for two aliases of the same account on the same machine."""
-_LINE: Final = re.compile(r'\s*"?(host|include)"?(?:\s*=\s*|\s+)(.*)', re.IGNORECASE)
+_LINE: Final = re.compile(r'\s*"?([a-z]+)"?(?:\s*=\s*|\s+)(.*)', re.IGNORECASE)
 
 Settings = dict[str, list[str]]
 """Values by keyword, in lower case."""
@@ -104,6 +104,14 @@ def known_settings(host: Host) -> Settings:
         return {}
 
 
+def names_keyword(keyword: str) -> bool:
+    """Whether ssh_config has a line with this keyword, in lower case, for any host."""
+    try:
+        return any(found == keyword for found, _ in _lines())
+    except InventoryError:  # it is not readable
+        return False
+
+
 def loop_of(name: str, known: Mapping[str, Settings]) -> list[str]:
     """The hosts that an alias is reached through, if their ProxyJump lines need each other; else empty.
 
@@ -132,37 +140,48 @@ def _hint(known: Sequence[str]) -> str:
     return f"its aliases are {some(known)}" if known else f"add lines to {_USERS}: Host node1, HostName 10.0.0.11"
 
 
-# ---- names in Host lines
+# ---- its lines
 
 
 def _aliases() -> list[str]:
-    """The names in Host lines of the user's and the system's file, or of another one, and of what they include."""
-    config = os.environ.get(CONFIG)
-    files = [expanded(config)] if config else [expanded(_USERS), Path(_SYSTEMS)]
+    """The names in Host lines."""
     found: dict[str, None] = {}
-    for file in files:
-        if config or file.exists():
-            base = file.parent if file == Path(_SYSTEMS) else expanded("~/.ssh")
-            found.update(dict.fromkeys(_names(read_text(file, strict=False), base, {file.resolve()})))
+    for keyword, words in _lines():
+        if keyword == "host":
+            unwanted = [word[1:] for word in words if word.startswith("!")]
+            names = (word for word in words if not set("*?!") & {*word} and not _matches_any(word, unwanted))
+            found.update(dict.fromkeys(names))
     return list(found)
 
 
-def _names(text: str, base: Path, seen: set[Path]) -> Iterator[str]:
-    """Leaves mistakes to ssh. `base` is the folder of relative includes, `seen` are the files that were read."""
+def _lines() -> Iterator[tuple[str, list[str]]]:
+    """Keywords, in lower case, and their words: of the user's and the system's file, or of another one."""
+    config = os.environ.get(CONFIG)
+    files = [expanded(config)] if config else [expanded(_USERS), Path(_SYSTEMS)]
+    for file in files:
+        if config or file.exists():
+            base = file.parent if file == Path(_SYSTEMS) else expanded("~/.ssh")
+            yield from _lines_of(read_text(file, strict=False), base, {file.resolve()})
+
+
+def _lines_of(text: str, base: Path, seen: set[Path]) -> Iterator[tuple[str, list[str]]]:
+    """Those of included files too. `base` is the folder of relative includes, `seen` are the files that were read.
+
+    Leaves mistakes to ssh.
+    """
     for line in lines_of(text):
         match = _LINE.match(line)
         try:
             words = shlex.split(re.sub(r"(^|\s)#.*", "", match[2])) if match else []
         except ValueError:  # a quote does not end
             continue
-        if match and match[1].lower() == "host":
-            unwanted = [word[1:] for word in words if word.startswith("!")]
-            yield from (word for word in words if not set("*?!") & {*word} and not _matches_any(word, unwanted))
+        if match and match[1].lower() != "include":
+            yield match[1].lower(), words
             continue
         for path in (path for word in words for path in _included(word, base)):
             if path.is_file() and path.resolve() not in seen:
                 seen.add(path.resolve())
-                yield from _names(read_text(path, strict=False), base, seen)
+                yield from _lines_of(read_text(path, strict=False), base, seen)
 
 
 def _included(word: str, base: Path) -> list[Path]:

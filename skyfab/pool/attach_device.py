@@ -43,11 +43,11 @@ def attach_device(
 
     failure.install()
     try:
-        with attached(name, hosts, inventory=inventory) as run:
+        with attached(name, hosts, inventory=inventory, results="data") as run:  # only a failure is read
             assert run.asker is not None
             host = next(one for one in run.asker.hosts if one.name == run.hosts[0])
     except UsageError as error:
-        running = [run.name for run in runs(hosts, inventory=inventory) if run.state == "running"]
+        running = [run.name for run in runs(hosts, inventory=inventory, results="data") if run.state == "running"]
         named = f"these are running: {', '.join(running)}" if running else error.hint
         error.hint = did_you_mean(name, running) or named
         raise

@@ -36,7 +36,7 @@ class Broadcast:
         *,
         after: Broadcast | None = None,
         min_hosts: int | None = None,
-        untrusted: bool = False,
+        untrusted: bool,
         ended: Callable[[Broadcast, BaseException | None], bool] = lambda broadcast, error: False,
     ) -> None:
         """`after` is the attempt before it, which failed; `nodes` are those of the pool.
@@ -233,8 +233,8 @@ class Broadcast:
     def _finish_elastic(self) -> None:
         try:
             results = in_order(self._results)
-        except Exception as error:  # what a host has sent
-            self.end(None, ProtocolError(f"invalid results: {error}"))
+        except ProtocolError as error:
+            self.end(None, error)
         else:
             self.end(results, None)
 

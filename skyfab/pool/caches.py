@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
-from skyfab._util.cache import cache_folder
+from skyfab._util.cache import made_cache
 from skyfab.errors import ProtocolError, SkyfabError, Unreachable
 from skyfab.files.entries import words
 from skyfab.files.transfer import Here, check
@@ -34,7 +34,7 @@ class Cache:
         self._stopped = stopped
         self._asked: Here | Remote
         if node is None or spec is None:
-            downloads = Downloads(str(cache_folder()))
+            downloads = Downloads(str(made_cache()))
             self._asked, self._close = Here(downloads), downloads.close
         else:
             remote = Remote(node, spec, stopped, full=FULL)

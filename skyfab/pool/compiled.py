@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from skyfab._util.cache import cache_folder
+from skyfab._util.cache import cache_folder, made_cache
 from skyfab.errors import ProtocolError
 from skyfab.files.entries import walk
 from skyfab.files.source import Source
@@ -125,7 +125,7 @@ class _Exchange:
 
 
 def _folder(key: str) -> Path:
-    return cache_folder() / "compiled" / key
+    return made_cache() / "compiled" / key
 
 
 def _moved(source: Side, target: Side, room: int) -> int:

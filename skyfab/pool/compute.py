@@ -287,7 +287,7 @@ class Compute(ShownAsTable):
         for node in nodes:
             node.open_device = weakref.WeakMethod(self.device)
             node.on_found = self._actors.on_found
-            node.on_exited = self._scheduler.ended
+            node.on_exited = functools.partial(self._scheduler.ended, node)
         self._scheduler.open(nodes, self._nodes.solo_spec)
         self._broadcasts.open()
         self._sync.open(self.hosts)

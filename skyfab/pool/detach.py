@@ -44,7 +44,7 @@ class Detacher:
         def go() -> None:
             gang = gather()
             self._describe_gang(gang)
-            broadcast = Broadcast(call)
+            broadcast = Broadcast(call, untrusted=gang.spec.plain)
             broadcast.begin(gang)
             for node in self._nodes:
                 node.session.wait(lambda: broadcast.is_sent or broadcast.future.done())

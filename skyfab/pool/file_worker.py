@@ -56,8 +56,10 @@ class Remote:
     def list(self, folder: bytes) -> None:
         """Lists the source, once, for a transfer into `folder`, to which the replies are given again."""
         pages: deque[Any] = deque()
-        while not pages or (pages[-1][0] and len(self.paths) <= MOST_ENTRIES):  # the transfer refuses more
+        count = 0
+        while not pages or (pages[-1][0] and count <= MOST_ENTRIES):  # the transfer refuses more
             pages.append(check("rows", self.ask("rows")))
+            count += len(pages[-1][0])
             self.paths |= {entry.path: is_at(folder, entry) for entry in map(Entry.parse, pages[-1][0])}
         self._pages = pages
 

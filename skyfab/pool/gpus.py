@@ -95,7 +95,7 @@ class Gpus:
         for slot in slots:
             with suppress(SkyfabError):  # the host is lost
                 if not slot.node.release(slot.worker):
-                    self.ended(slot.worker)
+                    self.ended(slot.node, slot.worker)
 
     # ---- actors
 
@@ -120,10 +120,10 @@ class Gpus:
             for slot in self.slots:
                 slot.is_leaving |= slot.worker == worker
 
-    def ended(self, what: str | Node) -> None:
+    def ended(self, node: Node, worker: str | None = None) -> None:
         """A worker has exited, of any kind, or a host is lost. Slots of calls stay, for their next process. Locks."""
         with self.lock:
-            gone = [slot for slot in self.slots if what in (slot.worker, slot.node)]
+            gone = [slot for slot in self.slots if slot.node is node and worker in (None, slot.worker)]
             self.slots = [slot for slot in self.slots if slot not in gone or not (slot.is_leaving or _is_actors(slot))]
 
     # ---- internals

@@ -127,15 +127,15 @@ class Mirror:
                 with closing(Remote(node, self._spec_of(node, ""), self._stopped, claims=True)) as remote:
                     self._follow(remote, folder, report)
                 return
-            except (SkyfabError, OSError) as error:
+            except Exception as error:
                 if self._stopped.is_set():
                     return
                 this = (type(error), report.sent)
                 if this != said:
-                    text = error.message if isinstance(error, SkyfabError) else words(error)
-                    self._events.emit(Notice(host=node.name, text=f"not mirrored: {text}"))
+                    self._events.emit(Notice(host=node.name, text=f"not mirrored: {_text(error)}"))
                 said = this
-                if is_last or isinstance(error, ProtocolError):  # a hostile host is not asked again
+                may_pass = isinstance(error, (SkyfabError, OSError)) and not isinstance(error, ProtocolError)
+                if is_last or not may_pass:  # a hostile host is not asked again
                     self._errors.append(error)
                     return
             self._ending.wait(_RETRY)
@@ -183,6 +183,12 @@ class Mirror:
             begin = max(now, self._free)
             self._free = begin + size / self._rate
         self._stopped.wait(begin - now)
+
+
+def _text(error: Exception) -> str:
+    if isinstance(error, SkyfabError):
+        return error.message
+    return words(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
 
 
 def _locked(folder: Path) -> int:

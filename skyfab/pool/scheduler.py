@@ -377,9 +377,9 @@ class Scheduler:
             self._finish(task, None, error)
         self.advance()
 
-    def ended(self, what: str | Node) -> None:
-        """A worker has exited, of any kind, or a host is lost."""
-        self.gpus.ended(what)
+    def ended(self, node: Node, worker: str | None = None) -> None:
+        """A worker of a host has exited, of any kind, or the host is lost."""
+        self.gpus.ended(node, worker)
         self.advance()
 
     def _finish(self, task: Task, result: Any = None, error: BaseException | None = None) -> None:

@@ -35,6 +35,10 @@ _DEEPEST: Final = 200
 """How deep containers may be nested: so deep that no Python fails at encoding, decoding, printing or deleting them."""
 _BITS: Final = 65536
 """Maximum bits of a fraction's numerator and denominator: reducing it takes quadratic time."""
+_MANY: Final = 1000
+"""Number of keys from which on their hashes are checked."""
+_ALIKE: Final = 100
+"""Number of keys that may have the same hash."""
 _JSON: Final = frozenset({type(None), bool, int, float, str})
 _ATTRIBUTES: Final = ("__notes__", "name", "path")
 """The attributes that an exception keeps in addition to its arguments."""
@@ -185,8 +189,15 @@ def _items(table: Any) -> Iterable[Any]:
     return itertools.chain.from_iterable(table.items())
 
 
+def _hashed(keys: Sequence[Any]) -> Sequence[Any]:
+    """Refuses keys if many have the same hash: inserting them takes quadratic time, without a pause for threads."""
+    if len(keys) > _MANY and max(collections.Counter(map(hash, keys)).values()) > _ALIKE:
+        _refuse("many keys with the same hash")
+    return keys
+
+
 def _dict(*items: Any) -> dict[Any, Any]:
-    return dict(zip(items[::2], items[1::2], strict=True))
+    return dict(zip(_hashed(items[::2]), items[1::2], strict=True))
 
 
 def _ordered(metadata: Any, *items: Any) -> Any:
@@ -323,6 +334,10 @@ def _row(kind: type) -> _Type:
     return _Type(iter, lambda *values: kind(values))
 
 
+def _set(kind: type) -> _Type:
+    return _Type(iter, lambda *values: kind(_hashed(values)))
+
+
 _DATE: Final = ("year", "month", "day")
 _TIME: Final = ("hour", "minute", "second", "microsecond", "tzinfo", "fold")
 _RANGE: Final = attrgetter("start", "stop", "step")
@@ -330,8 +345,8 @@ _ZONE: Final = {int, datetime.timezone, type(None)}
 _PYTHON: Final = {
     list: _row(list),
     tuple: _row(tuple),
-    set: _row(set),
-    frozenset: _row(frozenset),
+    set: _set(set),
+    frozenset: _set(frozenset),
     int: _Type(lambda value: (hex(value),), lambda text: int(text, 16), {str}),
     bytes: _Type(lambda value: (memoryview(value),), bytes, {int, str}, True),
     bytearray: _Type(lambda value: (memoryview(value),), bytearray, {int, str}, True),

@@ -48,6 +48,8 @@ _CLOSE: Final = 3.0
 """Seconds that a thread has to stop, as while it asks the user for a password."""
 _STORAGE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
 """Errors of the cache folder."""
+_INVALID: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError, StopIteration, OverflowError)
+"""What reading an invalid answer raises."""
 _HEARTBEAT: Final = 1.0
 _SILENCE: Final = 60.0
 """Seconds without a frame of the host after which it is lost: it answers each heartbeat."""
@@ -195,7 +197,7 @@ class _Line:
     @property
     def is_awaited(self) -> bool:
         """Whether something arrives of the answer, or the user is asked for a password."""
-        return TERMINAL.is_busy or (self._frames is not None and time.monotonic() - self._frames.heard < PATIENCE)
+        return TERMINAL.is_busy or (self._frames is not None and time.monotonic() - self._frames.answered < PATIENCE)
 
     def ask(self, question: Question[T], asker: Asker) -> T:
         if asker.soon and self._lock.locked():
@@ -308,7 +310,9 @@ class _Frames:
         self.stream = stream
         self.has_replied = False
         """Whether anything of the answer to the last question has arrived."""
-        self.heard = time.monotonic()
+        self.answered = time.monotonic()
+        """When a part of the answer has arrived, or the question was sent. Heartbeats do not count."""
+        self._heard = 0.0
         self._has_started = False
         self._host = host
         self._deadline = Deadline(host, float("inf"), stopped)
@@ -326,7 +330,7 @@ class _Frames:
             answer = question.parse(self._host, parts)
             for _ in parts:  # up to its end
                 pass
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        except _INVALID as error:
             what = f"invalid reply to {question.name!r}: {error}"
             raise ProtocolError(what, host=self._host.name) from error
         return answer
@@ -346,7 +350,7 @@ class _Frames:
                 raise self._explain() from None
 
     def _parts(self, name: str) -> Iterator[Reply]:
-        self.heard = beat = time.monotonic()
+        self._heard = beat = self.answered = time.monotonic()
         while True:
             replies, self._replies = self._replies, []
             for about, data in replies:
@@ -359,13 +363,13 @@ class _Frames:
             try:
                 if not self._reader.pump(self.stream.recv_into):
                     raise self._explain()
-                self.heard = time.monotonic()
+                self._heard = time.monotonic()
             except ProtocolError as error:
                 error.host = self._host.name
                 raise
             except BlockingIOError:
                 now = time.monotonic()
-                if now - self.heard > _SILENCE:
+                if now - self._heard > _SILENCE:
                     raise HostLost(f"no response for {_SILENCE:.0f} s", host=self._host.name) from None
                 if now - beat > _HEARTBEAT:
                     beat = now
@@ -386,6 +390,7 @@ class _Frames:
         if kind != HEAD or stream != self._number:
             return
         self.has_replied = True
+        self.answered = time.monotonic()
         end = head or len(payload)
         try:
             about = json.loads(bytes(payload[:end]))

@@ -100,7 +100,8 @@ go() {
     exec "$p" -S "$b" "$c" "$i" "$k"
   fi
   echo "${m}bundle"
-  u="import sys;sys.version_info<(3,10) and sys.exit(sys.version.split()[0])"
+  # without the current folder, in which others may have put modules
+  u="import sys;sys.path=[q for q in sys.path if q];sys.version_info<(3,10) and sys.exit(sys.version.split()[0])"
   exec "$p" -S -c "$u;f=sys.stdin.buffer;exec(f.read(int(f.readline())))" "$c" "$d" "$i" "$k"
 }
 test -f "$p" && test -x "$p" && go

@@ -27,9 +27,12 @@ case $folder in
 esac
 test -d "$folder" || mkdir -p "$folder"
 cd "$folder" || cd || exit
+# before the setup, which may fail: the file has secrets
+skyfab_values=
+test -z "$variables" || { skyfab_values=$(cat "$cache/$variables"); rm -f "$cache/$variables"; }
 test -z "$setup" || eval "$setup" || exit
-# shellcheck disable=SC1090 # written by skyfab a moment ago
-test -z "$variables" || { . "$cache/$variables"; rm -f "$cache/$variables"; }
+eval "$skyfab_values"
+unset skyfab_values
 if test -d "$cache/hub" && test -z "${HF_HUB_CACHE-}${HF_HOME-}"; then
   export HF_HUB_CACHE="$cache/hub"
 fi

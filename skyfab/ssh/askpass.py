@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Final
 
 _CLIENT: Final = Path(__file__).with_name("askpass_client.py")
-_LONGEST: Final = 80
-"""Characters that the name of a socket may have on every system, less what its folder's name takes."""
+_LONGEST: Final = 55
+"""Characters that a socket's name may have on every system, less those of its folder's name and of ssh's suffix."""
 
 Answer = Callable[[str, Callable[[], bool]], "str | None"]
 """Answers a question, unless a function says that the answer is no longer wanted."""

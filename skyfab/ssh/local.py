@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 
-from skyfab.inventory.host import Host
+from skyfab._util.cache import cache_folder, made_cache
+from skyfab.inventory.host import Host, expanded
 from skyfab.ssh.base import ended
 from skyfab.ssh.container import inside
 from skyfab.ssh.process import ProcessStream
@@ -22,6 +24,9 @@ class Local:
         self._host = host
 
     def open(self, command: str, stopped: Callable[[], bool] = lambda: False) -> ProcessStream:
+        with suppress(RuntimeError):  # there is no home folder
+            if expanded(self._host.cache) == cache_folder():
+                made_cache()
         return ProcessStream(["/bin/sh", "-c", inside(self._host, command)], functools.partial(ended, self._host))
 
     def forward(self, port: int, to: tuple[str, int], stopped: Callable[[], bool] = lambda: False) -> ThreadTunnel:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 from skyfab.errors import HostLost, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.inventory.ssh_config import CONFIG
+from skyfab.inventory.ssh_config import CONFIG, names_keyword
 from skyfab.ssh import keys, refusals
 from skyfab.ssh.askpass import Askpass, private_folder
 from skyfab.ssh.base import ended
@@ -37,6 +37,8 @@ _OPTIONS = {
     "BatchMode": "yes",
     "StrictHostKeyChecking": "yes",
     "UpdateHostKeys": "no",
+    "NoHostAuthenticationForLocalhost": "no",
+    "VerifyHostKeyDNS": "no",
     "ServerAliveInterval": str(ALIVE_INTERVAL),
     "ServerAliveCountMax": str(ALIVE_COUNT),
     "ControlMaster": "no",
@@ -49,8 +51,12 @@ _OPTIONS = {
     "EscapeChar": "none",
     "LogLevel": "ERROR",
 }
+_SINCE_8_7 = {"StdinNull": "no", "ForkAfterAuthentication": "no"}
 _FASTEST = "^aes128-gcm@openssh.com"
-"""The cipher, if this machine's processor has instructions for AES. Else OpenSSH's own first choice is: chacha20."""
+"""The cipher, if this machine's processor has instructions for AES. Else OpenSSH's own first choice is: chacha20.
+
+It would replace that of ssh_config: if that sets any, it is not used.
+"""
 
 _FORWARDING = {
     "ControlMaster": "yes",
@@ -131,7 +137,7 @@ class OpenSSH:
 
         Only what certainly is for one server is remembered: another one could ask for its password.
         """
-        if not _marks_prompts():
+        if not _is_since(8, 5):  # from then on ssh says before a server's own words which server asks
             return self._prompts.answer(self._host.login, prompt, stopped, once=True)
         who, text = by_ssh(prompt)
         user, _, name = who.rpartition("@")
@@ -148,8 +154,10 @@ class OpenSSH:
     def _options(self) -> dict[str, str]:
         """The options of all hosts on the path. Without a terminal, ssh must not ask."""
         own = {"ConnectTimeout": str(self._connect_timeout), **({"EscapeChar": "~"} if self._is_by_hand else {})}
-        if _has_aes():
+        if _has_aes() and not names_keyword("ciphers"):
             own["Ciphers"] = _FASTEST
+        if _is_since(8, 7):
+            own |= _SINCE_8_7
         return _OPTIONS | ({} if self._askpass is None and not self._is_by_hand else {"BatchMode": "no"}) | own
 
     def argv(self, command: str | None, options: Mapping[str, str] = MappingProxyType({})) -> list[str]:
@@ -168,6 +176,8 @@ class OpenSSH:
             words += ["-o", "ProxyJump=none"]
         if command is None:
             return [*words, "-N", "--", self._host.destination]
+        if _is_since(8, 7):
+            words += ["-o", "SessionType=default"]
         return [*words, "--", self._host.destination, command]
 
     def by_hand(self, command: str, *, terminal: bool) -> list[str]:
@@ -197,6 +207,8 @@ class OpenSSH:
             options["HostKeyAlias"] = _alias(host)
             options["UserKnownHostsFile"] = _quoted(str(self._known_hosts()))
             options["GlobalKnownHostsFile"] = "none"
+            if _is_since(8, 5):
+                options["KnownHostsCommand"] = "none"
             options["HostKeyAlgorithms"] = ",".join(algorithms(host.host_key.split()[0]))
         return options
 
@@ -272,9 +284,16 @@ def _has_aes(about: Path = Path("/proc/cpuinfo")) -> bool:
         return True
 
 
+def _is_since(*version: int) -> bool:
+    """Whether ssh has at least this version."""
+    return _version() >= version
+
+
 @cache
-def _marks_prompts() -> bool:
-    """Whether ssh says before a server's own words which server asks: since 8.5."""
+def _version() -> tuple[int, ...]:
+    """The version of OpenSSH; empty if it is unknown."""
+    if shutil.which("ssh") is None:
+        return ()
     done = subprocess.run(
         ["ssh", "-V"],
         capture_output=True,
@@ -283,7 +302,7 @@ def _marks_prompts() -> bool:
         start_new_session=True,  # Ctrl-C would end it
     )
     version = re.match(r"OpenSSH_(\d+)\.(\d+)", done.stderr)
-    return version is not None and (int(version[1]), int(version[2])) >= (8, 5)
+    return () if version is None else (int(version[1]), int(version[2]))
 
 
 def servers_of(host: Host, inventory: Inventory) -> tuple[str, ...]:

@@ -48,3 +48,16 @@ def test_what_git_ignores_is_left_out(tmp_path: Path) -> None:
         (top / name).touch()
     found = walk(bytes(top), b"", [], as_git(top))
     assert sorted(text(entry.path) for entry, _ in found if entry.kind == FILE) == sorted(seen)
+
+
+def test_other_encodings_hide_nothing(tmp_path: Path) -> None:
+    """Git compares bytes, and skips the mark that some editors write first."""
+    for number, content in enumerate((b"# \xfcbung\nsecret.env\n", b"\xef\xbb\xbfsecret.env\n")):
+        top = tmp_path / str(number)
+        top.mkdir()
+        (top / ".gitignore").write_bytes(content)
+        for name in ("secret.env", "train.py"):
+            (top / name).touch()
+        names = {text(entry.path) for entry, _ in walk(bytes(top), b"", [], as_git(top)) if entry.kind == FILE}
+        assert "train.py" in names
+        assert "secret.env" not in names

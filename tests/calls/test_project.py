@@ -36,6 +36,7 @@ def test_names_in_imports_are_found_between_comments() -> None:
     text = f"from foo import (\n    a,  # one # two\n    {line}\n    b as c,\n)\n"
     assert names_in(text, ()) == {"foo", "foo.a", "foo.b"}
     assert names_in(f"from foo import (\n    a,\n    {line}\n)\n", ()) == {"foo", "foo.a"}
+    assert names_in("from foo import (a,  # see f()\n    b)\n", ()) == {"foo", "foo.a", "foo.b"}
 
 
 def test_calls_from_several_threads_see_no_error_while_folders_come_and_go(folder: Path) -> None:
@@ -174,6 +175,20 @@ def test_a_pool_that_is_opened_again_sees_what_was_written_meanwhile(folder: Pat
     assert after.digest != before.digest
     (folder / "one.py").write_text("value = 4444\n")
     assert found.tree().digest not in (before.digest, after.digest), "and it is watched again"
+    found.close()
+
+
+def test_what_a_link_refers_to_is_watched(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "common").mkdir()
+    shared = tmp_path / "common" / "utils.py"
+    shared.write_text("value = 1\n")
+    (folder / "utils.py").symlink_to(shared)
+    found = project.Project(sky.Image(includes=[str(folder)]))
+    before = found.tree()
+    found.tree()
+    found._next_scan = time.monotonic() + 1000
+    shared.write_text("value = 22\n")
+    assert found.tree().digest != before.digest
     found.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import sysconfig
@@ -11,6 +12,7 @@ import pytest
 import stage.projects
 
 import skyfab
+from skyfab.cli import interpreter
 
 pytestmark = pytest.mark.programs
 
@@ -42,6 +44,14 @@ def test_the_projects_environment_runs_the_script_if_it_has_skyfab(project: Path
     ran = run(project, "run", "-v", "--ranks=1")
     assert ran.stdout == f"local[0] {project}/.venv\n", ran.stderr
     assert f"running with the project's Python: {project}/.venv/bin/python\n" in ran.stderr
+
+
+def test_modules_of_the_current_folder_do_not_take_the_place_of_others(tmp_path: Path) -> None:
+    for name in ("random", "secrets", "signal", "types"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit(9)\n")
+    ours = {**os.environ, "PYTHONPATH": str(Path(skyfab.__file__).parents[1])}
+    words = [sys.executable, "-c", interpreter._PROGRAM, "run", "--help"]
+    assert subprocess.run(words, cwd=tmp_path, env=ours, stdout=subprocess.DEVNULL).returncode == 0
 
 
 @pytest.mark.parametrize("words", [("--no-project",), ()], ids=["no-project", "activated"])

@@ -64,6 +64,8 @@ def test_what_gives_no_trial_or_too_many_is_an_error(patterns: list[str], messag
 
 def test_a_file_has_a_line_for_each_trial(tmp_path: Path) -> None:
     file = tmp_path / "grid"
+    file.write_text("# both\ntag=exp#3 color=#ff0000 'a # b' \"c\"#d # e\n")
+    assert trials_of([], str(file)) == [("tag=exp#3", "color=#ff0000", "a # b", "c#d")]
     file.write_text("# both\nlr=1e-3 name='a, b'\n\n--lr 1e-4 # the small one\n")
     assert trials_of([], str(file)) == [("lr=1e-3", "name=a, b"), ("--lr", "1e-4")]
     both = trials_of(["seed=1..2"], str(file))

@@ -318,6 +318,9 @@ def test_failures_are_read_with_their_times(asker: Asker, folder: Path) -> None:
         {"world": "4"},
         {"id": "another"},
         {"ranks": [1, 1]},
+        {"ranks": [3, 4]},
+        {"ranks": [-1]},
+        {"hosts": ["here", "\x1b[2Jthere"]},
     ],
     ids=str,
 )
@@ -361,8 +364,13 @@ def test_impossible_statuses(status: Any) -> None:
 def test_an_id_is_not_a_path() -> None:
     """It becomes part of file names and of commands."""
     assert len(parsed({**STATUS, "about": ABOUT})) == 1
-    for wrong in ("../x", "", "a b"):
+    for wrong in ("../x", "", "a b", "ü", "a" * 65):
         assert parsed({**STATUS, "about": {**ABOUT, "id": wrong}}) == []
+
+
+def test_names_are_printable() -> None:
+    (part,) = parsed({**STATUS, "about": {**ABOUT, "name": "\x1b[31mnight\x9b", "function": "a\n\x07"}})
+    assert (part.about.name, part.about.function) == ("night\\x9b", "a\n\\x07")
 
 
 def test_gpus_are_those_of_the_host_and_only_if_they_are_asked_for(asker: Asker, folder: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from stage.fakes import EndsTheProgram
 from stage.run_hosts import ID, Hosts, Several, lines, lost, part, raised, returned, stored
 
 import skyfab as sky
@@ -132,6 +133,16 @@ def test_a_run_that_is_lost_on_one_host_is_followed_on_the_other(two: Hosts) -> 
     assert (run.state, failed) == ("lost", [("b", 1)])
 
 
+@pytest.mark.torch
+def test_the_end_of_a_device_is_not_unpickled(two: Hosts) -> None:
+    pytest.importorskip("torch")
+    two.says |= {("a", "runs"): part(0, "failed", hosts=("a",)), ("b", "runs"): []}
+    two.says["a", "result.0"] = returned(EndsTheProgram())
+    with pytest.raises(sky.BroadcastError) as caught:
+        sky.attach_device("night", two.hosts, inventory=two.inventory)
+    assert isinstance(caught.value.exceptions[0], sky.UntrustedResult)
+
+
 def test_a_run_that_a_host_no_longer_has_is_lost_there(two: Hosts) -> None:
     run = two.run()
     two.says["b", "runs"] = part(1, id="another")
@@ -166,6 +177,62 @@ def test_hosts_are_returned_with_the_working_folder_of_the_run(three: Hosts) -> 
     assert [(host.name, host.workdir) for host in run.in_workdirs()] == [("a", "~/.cache/skyfab/files/job-1")]
     (unknown,) = runs_of(run.parts, sky.Inventory(hosts={}), [])
     assert unknown.in_workdirs() == []
+
+
+# ---- hosts that contradict each other
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        *({"world": 3}, {"on": "one"}, {"elastic": True}, {"name": "other"}, {"function": "other"}, {"ranks": [0]}),
+        *({"hosts": ("b",), "place": 0, "ranks": [0], "world": 1}, {"place": 0}, {"place": 0, "ranks": [0]}),
+    ],
+    ids=str,
+)
+def test_a_host_that_contradicts_another(two: Hosts, wrong: dict[str, Any]) -> None:
+    """Else it could replace the results of others, or have them not asked."""
+    two.says["b", "runs"] = part(**{"place": 1, "workdir": "of-b", **wrong})
+    run = two.run()
+    assert not run.has_ended
+    for use in (run.result, run.stop, run.look, lambda: list(run.logs())):
+        with pytest.raises(sky.ProtocolError, match=r"what it reports of run 01234567 contradicts what . reports"):
+            use()
+    assert two.run(results="data").parts, "it is listed"
+
+
+@pytest.mark.parametrize(
+    ("later", "problem"),
+    [
+        (part(0, workdir="of-b"), "b: what it reports of run 01234567 contradicts what a reports"),
+        (part(0), r"ranks \[0, 0\] instead of those below 2"),
+    ],
+    ids=["other", "equal"],
+)
+def test_a_host_that_takes_the_place_of_another_later(two: Hosts, later: Any, problem: str) -> None:
+    two.says |= {("b", "runs"): Several(part(1), part(1), later), ("b", "result.0"): returned(99)}
+    run = two.run()
+    assert run.status == "done"
+    with pytest.raises(sky.ProtocolError, match=problem):
+        run.result()
+
+
+def test_a_result_without_content(two: Hosts) -> None:
+    two.says["b", "result.1"] = []
+    with pytest.raises(sky.BroadcastError, match="train failed on 1 of 2 ranks"):
+        two.run().result()
+
+
+def test_ranks_that_no_host_has(two: Hosts) -> None:
+    two.says |= {("a", "runs"): part(0, world=3), ("b", "runs"): part(1, world=3)}
+    with pytest.raises(sky.ProtocolError, match=r"results of ranks \[0, 1\] instead of those below 3"):
+        two.run().result()
+
+
+def test_a_host_that_has_two_names(two: Hosts) -> None:
+    """It responds twice, with the same description."""
+    two.says |= {(name, "runs"): part(0, hosts=("a",)) for name in "ab"}
+    assert two.run().result() == [10]
 
 
 # ---- output
@@ -298,8 +365,8 @@ def test_a_lost_host_is_reported_before_others_answer(two: Hosts) -> None:
 
 
 def test_the_first_failure_in_time_comes_first(two: Hosts) -> None:
-    two.says["a", "runs"] = part(0, "failed", ranks=[0, 1], failed={"0": 30.0})
-    two.says["b", "runs"] = part(1, "failed", ranks=[2, 3], failed={"2": 20.0})
+    two.says["a", "runs"] = part(0, "failed", ranks=[0, 1], world=4, failed={"0": 30.0})
+    two.says["b", "runs"] = part(1, "failed", ranks=[2, 3], world=4, failed={"2": 20.0})
     ended = stored(Ended(why="cancelled", text="", traceback=""))
     two.says |= {("a", "result.0"): raised(ValueError("later")), ("a", "result.1"): ended}
     two.says |= {("b", "result.2"): raised(ValueError("first")), ("b", "result.3"): returned(3)}
@@ -345,6 +412,10 @@ def test_the_results_of_an_elastic_run_are_those_of_its_last_ranks(two: Hosts) -
         two.says[name, "runs"] = part(place, elastic=True)
         two.says[name, f"result.{place}"] = returned(found)
     assert two.run().result() == ["zero", "one", "two"]
+    for found in (7, [(1,)], [("a", 1), (2, 2)]):
+        two.says["b", "result.1"] = returned(found)
+        with pytest.raises(sky.ProtocolError, match="invalid results"):
+            two.run().result()
 
 
 def test_pickles_of_hosts_that_are_not_trusted_are_refused(two: Hosts) -> None:
@@ -360,6 +431,10 @@ def test_a_run_that_does_not_stop(two: Hosts) -> None:
     with pytest.raises(sky.HostUnfit, match="process 4321 is still running after 10 s") as raised:
         run.stop()
     assert (raised.value.host, raised.value.hint) == ("b", "wait, or on the host: kill -9 4321")
+    two.says["b", "runs.stop"] = -1  # kill -9 -1 would end everything
+    with pytest.raises(sky.HostUnfit) as raised:
+        run.stop()
+    assert raised.value.hint is None
 
 
 # ---- finding runs

@@ -169,6 +169,25 @@ def test_a_share_of_a_gpu_limits_the_memory_of_torch(project: Project, tmp_path:
     assert found["values"] == {"limits": "[(0.5, 0)]", "words": "['seed=1']"}
 
 
+def test_trials_of_another_script_of_the_same_name_are_not_resumed(project: Project, tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "says.py").write_text(f"import skyfab\nskyfab.report(of={name!r})\n")
+        (found,) = json.loads(project.sweep(f"{name}/says.py", "seed=1", "--json=-"))
+    (found,) = json.loads(project.sweep("a/says.py", "seed=1", "--resume", "--json=-"))
+    assert "of 1 trial, 1 are done" in project.said
+    assert found["values"] == {"of": "a"}
+    (tmp_path / "says.py").write_text("import skyfab\nskyfab.report(of='c')\n")
+    project.sweep("says.py", "seed=1", "--resume", code=2)
+    assert "no run 'says' on these hosts" in project.said
+
+
+def test_words_of_a_trial_are_passed_as_they_are(project: Project, tmp_path: Path) -> None:
+    (tmp_path / "says.py").write_text("import sys, skyfab\nskyfab.report(words=str(sys.argv[1:]))\n")
+    (found,) = json.loads(project.sweep("says.py", "format={rank}-{port}", "--json=-"))
+    assert found["values"] == {"words": "['format={rank}-{port}']"}
+
+
 @pytest.mark.slow
 def test_a_failure_stops_new_trials_and_resume_repeats_what_is_not_done(project: Project) -> None:
     words = ("trial.py", "--name=night", "--slots=1", "seed=6..12")

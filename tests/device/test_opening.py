@@ -15,7 +15,7 @@ import pytest
 import skyfab as sky
 from skyfab.device import stream as streams
 from skyfab.device.batches import Batch
-from skyfab.device.devices import open_device
+from skyfab.device.devices import _refusal, open_device
 from skyfab.device.stream import DeviceStream
 from skyfab.protocol import codec, messages
 
@@ -156,3 +156,9 @@ def test_the_first_device_is_that_of_accelerate(
     monkeypatch.setenv(variable, "cpu")
     opened().close()
     assert os.environ[variable] == "cpu"
+
+
+def test_a_hint_is_no_command_of_the_host() -> None:
+    for version, hint in (("1.2.3+cu126", "pip install torch==1.2.3"), ("1.2; reboot", None)):
+        refused = _refusal({"torch": version}, "node1", "99.0", seeded=False)
+        assert refused is not None and refused.hint == hint

@@ -370,6 +370,7 @@ def test_an_error_names_the_operator_its_inputs_and_the_line(
         ({"op": "f", "text": "out of memory", "free": 2**29, "total": 2**31}, "memory (0.5 GiB free of 2.0)"),
         ({"op": "f", "text": "out of memory", "free": 2**29}, "out of memory"),
         ({"op": "f", "text": "out of memory", "free": "x", "total": 2**31}, "out of memory"),
+        ({"op": "f", "text": "memory", "free": 10**400, "total": 1}, "division result too large for a float"),
         ({"op": "f", "text": "other", "free": 2**29, "total": 2**31}, "f() failed: error: other"),
     ],
 )
@@ -377,6 +378,7 @@ def test_any_reason_is_a_message(stream: DeviceStream, node: Node, said: Any, sh
     emit(stream)
     stream.flush()
     node.reply({"error": said})
+    assert node.batches[-1].done
     with pytest.raises(sky.DeviceError) as caught:
         stream.check()
     assert str(caught.value).endswith(shown)

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from stage.threads import at_once
@@ -200,6 +201,22 @@ def test_a_model_goes_when_it_was_not_read_and_what_it_shares_counts_once(cache:
     assert cache('cd "$c"; ls hub fetched') == ["fetched:", "", "hub:", "models--org--read"]
 
 
+def test_models_stay_where_the_disk_does_not_note_when_they_are_read(
+    cache: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are read daily would look as old as others. With --days=0 they go."""
+    monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_flag=os.ST_NOATIME))
+    cache(
+        'mkdir -p "$c/hub/models--org--m" "$c/fetched" "$c/compiled/' + OLD + '"; : >"$c/fetched/file"\n'
+        "find \"$c\" -exec touch -d '40 days ago' {} +"
+    )
+    swept = cache.gc()
+    assert swept.counts == {} and cache('ls "$c"/hub "$c"/fetched "$c"/compiled | grep -c .') == ["6"]
+    assert str(swept).startswith("nothing to remove; models and kernels stay: the disk does not note")
+    assert cache.gc(0).counts == {"hub": 1, "fetched": 1, "compiled": 1}
+    assert str(cache.gc()) == "nothing to remove"
+
+
 def test_half_made_things_go_after_a_day(cache: Cache) -> None:
     drafts = [
         f"envs/.in-{'d' * 40}-s1",
@@ -210,6 +227,7 @@ def test_half_made_things_go_after_a_day(cache: Cache) -> None:
         f"blobs/.{'d' * 16}-x_y1",
         "envs/.in-gc-0123456789abcdef",
         ".in-gc-0123456789abcdef",
+        "ssh-0123456789abcdef",
     ]
     fresh = [f"{draft[:-1]}z" for draft in drafts[:6]]
     cache(FILL + "\n".join(f'mkdir -p "{d}"; : >"{d}/file"; touch -d "25 hours ago" "{d}"' for d in drafts))
@@ -403,6 +421,23 @@ def test_runs_stay_while_they_go_on_and_until_they_are_fetched(cache: Cache, tmp
     assert cache('ls "$c/runs"') == [just_fetched, young, alive]
 
 
+def test_a_run_stays_while_another_host_with_the_same_cache_runs_it(cache: Cache) -> None:
+    """Only that host removes its run folder. A log that is written keeps a run too."""
+    alive, quiet, writes = (letter * 16 for letter in "abc")
+    cache(
+        f"""
+        mkdir -p "$c/runs" "$c/run/elsewhere/{NEW_RUN}" && cd "$c/runs" || exit 1
+        for d in {alive} {quiet} {writes}; do mkdir -p $d/logs; echo 1 | tee $d/status >$d/logs/0.out; done
+        for d in {quiet} {writes}; do echo "1 another-boot $c/run/elsewhere/{OLD_RUN}" >$d/agent; done
+        echo "1 another-boot /mnt/home/run/elsewhere/{NEW_RUN}" >{alive}/agent
+        find . -exec touch -d '40 days ago' {{}} +
+        touch {writes}/logs/0.out
+        """
+    )
+    assert cache.gc().counts["runs"] == 1
+    assert cache('ls "$c/runs"') == [alive, writes]
+
+
 def test_lock_files_stay_with_their_environments(cache: Cache) -> None:
     gone, made = "d" * 40, "e" * 40
     cache(
@@ -557,7 +592,7 @@ def test_here_goes_what_was_not_read_lately(tmp_path: Path, monkeypatch: pytest.
 
 def report(**changes: object) -> dict[str, object]:
     """What a host says of its cache."""
-    return {"removed": {}, "folders": [], "left": "", "kept_uv": False, **changes}
+    return {"removed": {}, "folders": [], "left": "", "kept_uv": False, "kept_models": False, **changes}
 
 
 def asked(said: object, **options: bool) -> Swept:
@@ -610,3 +645,13 @@ def test_a_host_that_is_down_does_not_keep_the_others(
     assert [error.host for error in failed.value.exceptions] == ["dead1", "dead2"]  # type: ignore[union-attr]
     assert capsys.readouterr().out.startswith("here: removed 1 environment, ")
     assert cache(LIST) == expected("b", "c")
+
+
+def test_names_of_a_hostile_host_do_not_control_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    said = {"removed": {"files": [1, 5]}, "folders": [["\x1b[2Jjob\u202e", 5]], "kept_uv": False, "left": ""}
+    monkeypatch.setattr(Asker, "ask_one", lambda _, asked, host: asked.parse(host, iter([Reply(said, b"")])))
+    (tmp_path / "inventory.toml").write_text("[hosts.node1]\n")
+    gc.function("node1", str(tmp_path / "inventory.toml"))
+    assert capsys.readouterr().out == "node1: removed 1 working folder: 5 bytes (job 5 bytes)\n"

@@ -6,6 +6,7 @@ The host is replaced by a shell that notes the scripts; tests/env/test_environme
 from __future__ import annotations
 
 import io
+import os
 import shlex
 import subprocess
 import tarfile
@@ -353,6 +354,10 @@ def test_debian_packages_that_cannot_be_installed(host: Host, status: int, why: 
     assert raised.value.hint == "ask an administrator: sudo apt-get install git g++"
     with pytest.raises(ScriptFailed):
         install_apt(host, ("git",))  # type: ignore[arg-type]
+    host.fails["apt"] = [ScriptFailed(status, "git -y;reboot\n")]
+    with pytest.raises(HostUnfit) as raised:
+        install_apt(host, ("git", "vim"))  # type: ignore[arg-type]
+    assert raised.value.hint == "ask an administrator: sudo apt-get install git"
 
 
 # ---- packages
@@ -428,3 +433,18 @@ def test_a_script_that_fails_is_an_error_of_its_host(output: str, text: str, hin
     error = unfit(ScriptFailed(7, output), "node1")
     assert (error.host, error.message) == ("node1", f"cannot build its environment: {text}")
     assert error.hint is None if hint is None else str(error.hint).startswith(hint)
+
+
+def test_two_hosts_unpack_an_interpreter_into_a_shared_cache_at_once(tmp_path: Path) -> None:
+    """Their processes may have the same number; the second one to end uses what the first has made."""
+    (tmp_path / "bin").mkdir()
+    other = "$c/pythons/abc/python/bin"
+    tar = tmp_path / "bin" / "tar"  # while it works, another host ends
+    tar.write_text(f'#!/bin/sh\nls -A "$c/pythons" >"$c/drafts"\nmkdir -p "{other}"; : >"{other}/python3"\n')
+    tar.chmod(0o700)
+    environ = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "c": str(tmp_path)}
+    script = given(digest="abc", archive="abc/python.tar.gz") + read("env/unpack_python.sh")
+    done = subprocess.run(["/bin/sh", "-c", script], env=environ, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == [f"{tmp_path}/pythons/abc/python/bin/python3"]
+    assert [str(path.relative_to(tmp_path)) for path in tmp_path.glob("pythons/*/*")] == ["pythons/abc/python"]
+    assert (tmp_path / "drafts").read_text().startswith(f".in-abc-{os.uname().nodename}-")

@@ -122,6 +122,7 @@ def test_a_link_leads_inside_or_not(path: bytes, link: bytes, inside: bool) -> N
         row(path="a\0b"),
         row(path="\ud800"),
         row(path="a/" * 3000 + "b"),
+        row(path="a/" * 201 + "b"),
         row(path=3),  # type: ignore[arg-type]
         row(kind="x"),
         row(size=-1),

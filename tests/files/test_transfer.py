@@ -12,7 +12,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +275,41 @@ def test_files_that_grow_while_they_are_read(tmp_path: Path) -> None:
     assert ([size for _, size, _ in found], len(data)) == ([5, SMALL, GONE], 5 + SMALL)
     found, data = source.pack([1, 0], SMALL)
     assert ([size for _, size, _ in found], len(data)) == ([SMALL, GONE], SMALL)
+
+
+class Grows(Source):
+    """Its files are larger than it has listed them."""
+
+    def pack(self, numbers: Sequence[int], most: int) -> Any:
+        self._grow(500_000)
+        return super().pack(numbers, most)
+
+    def reopen(self, number: int) -> tuple[int, int]:
+        self._grow(3 * SMALL)
+        return super().reopen(number)
+
+    def _grow(self, size: int) -> None:
+        for path in self.paths:
+            Path(os.fsdecode(path)).write_bytes(bytes(size))
+
+
+@pytest.mark.parametrize(("listed", "sent"), [(1, 500_000), (2 * SMALL, 3 * SMALL)])
+def test_files_that_have_grown_must_fit(tmp_path: Path, listed: int, sent: int) -> None:
+    (tmp_path / "from").mkdir()
+    (tmp_path / "from" / "a").write_bytes(bytes(listed))
+    needed: list[int] = []
+
+    def fits(size: int) -> None:
+        needed.append(size)
+        if len(needed) == 2:
+            raise OSError(errno.ENOSPC, "full")
+
+    target = Target(os.fsencode(tmp_path / "to"))
+    source = Grows(walk(os.fsencode(tmp_path / "from"), b"", []), [])
+    with contextlib.closing(target), contextlib.closing(source), pytest.raises(OSError, match="full"):
+        Transfer(Here(source), Here(target), lambda done, total: None).run(fits)
+    assert needed == [listed, sent]
+    assert not (tmp_path / "to" / "a").exists()
 
 
 LARGE = 5 * PIECE + 7

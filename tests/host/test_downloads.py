@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import hashlib
 import os
+import re
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -11,8 +15,10 @@ from pathlib import Path
 
 import pytest
 from stage.hub import COMMIT, Hub, git_hash
+from stage.spot import until
 
 from skyfab.host import download as download_
+from skyfab.host.ask.gc import _DRAFT
 from skyfab.host.download import DAMAGED, REFUSED, UNREACHED, Downloads
 from skyfab.host.hub import variables
 
@@ -54,6 +60,10 @@ def stored(downloads: Downloads) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in Path(downloads.store).iterdir()}
 
 
+def draft_of(downloads: Downloads) -> Path:
+    return Path(downloads.store, f".{SHA[:16]}-{SHA[16:]}.{socket.gethostname()}")
+
+
 def test_what_has_come_has_the_name_of_its_content(downloads: Downloads, hub: Hub) -> None:
     assert download(downloads, hub, "large.bin", LARGE) == (SHA, "")
     small = hashlib.sha256(SMALL).hexdigest()
@@ -93,14 +103,14 @@ def test_a_server_that_knows_no_ranges_sends_it_again(downloads: Downloads, hub:
 
 def test_what_an_earlier_download_has_left_is_continued(downloads: Downloads, hub: Hub, tmp_path: Path) -> None:
     Path(downloads.store).mkdir(parents=True)
-    Path(downloads.store, f".{SHA[:16]}-{SHA[16:]}").write_bytes(LARGE[:200_000])
+    draft_of(downloads).write_bytes(LARGE[:200_000])
     assert download(downloads, hub, "large.bin", LARGE) == (SHA, "")
     assert [one.range for one in hub.downloads("large.bin")] == ["bytes=200000-"]
 
 
 def test_what_an_earlier_download_has_left_may_be_damaged(downloads: Downloads, hub: Hub) -> None:
     Path(downloads.store).mkdir(parents=True)
-    Path(downloads.store, f".{SHA[:16]}-{SHA[16:]}").write_bytes(b"x" * 200_000)
+    draft_of(downloads).write_bytes(b"x" * 200_000)
     assert download(downloads, hub, "large.bin", LARGE) == (SHA, "")
     assert stored(downloads) == {SHA: LARGE}
 
@@ -165,6 +175,46 @@ def test_two_downloads_of_the_same_content_are_one(downloads: Downloads, hub: Hu
         thread.join()
     assert found == [(SHA, "")] * 2
     assert len(hub.downloads("large.bin")) == 1
+
+
+def test_a_draft_that_another_process_has_written_to_is_not_taken(downloads: Downloads, hub: Hub) -> None:
+    """Its content is hashed as it arrives: where locks do not work, the file may have more."""
+    hub.rate = 3e5
+
+    def write() -> None:
+        until(lambda: hub.asked)
+        with draft_of(downloads).open("ab") as file:
+            file.write(b"x" * 1000)
+
+    other = threading.Thread(target=write)
+    other.start()
+    assert download(downloads, hub, "large.bin", LARGE) == ("", DAMAGED)
+    other.join()
+    assert download(downloads, hub, "large.bin", LARGE) == (SHA, "")
+    assert stored(downloads) == {SHA: LARGE}
+
+
+def test_hosts_that_share_a_store_have_drafts_of_their_own(
+    downloads: Downloads, hub: Hub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their locks may not be known to each other, and gc must know the names."""
+    monkeypatch.setattr(socket, "gethostname", lambda: "other-node.example")
+    hub.cuts["large.bin"] = [100_000] + [0] * 9
+    assert download(downloads, hub, "large.bin", LARGE) == ("", UNREACHED)
+    monkeypatch.undo()
+    (draft,) = stored(downloads)
+    assert re.fullmatch(_DRAFT, draft) and draft != draft_of(downloads).name
+    hub.cuts.clear()
+    assert download(downloads, hub, "large.bin", LARGE) == (SHA, "")
+    assert set(stored(downloads)) == {SHA, draft}
+
+
+def test_a_store_without_locks(downloads: Downloads, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert download(downloads, hub, "large.bin", LARGE) == (SHA, "")
 
 
 def test_a_full_disk_is_an_error_of_the_system(hub: Hub, tmp_path: Path) -> None:

@@ -476,9 +476,6 @@ def attack(folder: str, say: Say) -> None:
         big = hostile(folder, me, kind)
         os.truncate(big, 1 << 40)
         locked(big)
-        linked = hostile(folder, me, kind, content)
-        os.link(linked, f"{folder}/skyfab-gpus.{me}.{kind}.{'5' * 16}")
-        locked(linked)
         for said in (
             *(b"", b"\0\xff", b"[" * 4000, b"null", b"[]", b"{}", b'{"gpus": 0}', b"1e999"),
             *(json.dumps({**SAID, **bad}).encode() for bad in _BAD),
@@ -502,10 +499,12 @@ _BAD: tuple[dict[str, object], ...] = (
     {"gpus": None},
     {"count": -1},
     {"count": "1"},
+    {"count": 2},  # of one GPU: it would wait for ever, and others behind it
     {"count": 10**30},
     {"run": None},
     {"low": "no"},
     {"waits": 1},
+    {"kind": "other"},
 )
 
 
@@ -570,6 +569,20 @@ def test_nobody_else_can_take_or_free_a_hold(folder: str) -> None:
 
     assert Process(USERS[1], other).ended() == 0
     claim.release()
+
+
+def test_a_hard_link_to_a_hold_neither_frees_it_nor_forges_another(folder: str) -> None:
+    """Another user can make one where fs.protected_hardlinks is 0."""
+    with holder(folder) as process:
+        (name,) = names(folder)
+        for kind in ("ticket", "hold", "use"):
+            os.link(f"{folder}/{name}", f"{folder}/skyfab-gpus.{USERS[0]}.{kind}.{'7' * 16}")
+        assert [(one.kind, one.gpus) for one in look(folder)] == [("hold", (0,))]
+        claim = Claim(1, (0,), folder=folder)
+        assert not claim.try_take()
+        process.kill()
+        take(claim, 10)
+        claim.release()
 
 
 def test_a_link_to_its_own_file_does_not_make_a_process_lose_its_lock(folder: str) -> None:

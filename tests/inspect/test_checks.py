@@ -109,6 +109,11 @@ def test_each_finding(other: dict[str, Any], check: str, level: str, words: str)
     assert words in one.what and one.fix
 
 
+def test_a_name_of_a_user_is_one_word_of_a_command() -> None:
+    (one,) = found_on(kills=1, user="ada; reboot")
+    assert one.fix == "on the host: sudo loginctl enable-linger 'ada; reboot'"
+
+
 def test_who_lingers_may_log_out() -> None:
     assert found_on(kills=1, lingers=1) == []
 

@@ -27,7 +27,7 @@ GONE = sky.HostLost("gone", host="node1")
 class Stage:
     """A gang of so many ranks, each on a host of its own, and one call on it. Timers go off when the test says so."""
 
-    def __init__(self, ranks: int, **options: Any) -> None:
+    def __init__(self, ranks: int, *, untrusted: bool = False, **options: Any) -> None:
         self.nodes = [FakeNode(rank) for rank in range(ranks)]
         members = [
             SimpleNamespace(node=node, worker=f"gang1.{rank}", spec=None, rank=rank)
@@ -35,7 +35,7 @@ class Stage:
         ]
         self.gang: Any = SimpleNamespace(members=members, broken=False, job="job")
         self.told: list[tuple[object, bool]] = []
-        self.call = Broadcast(packed(), **options)
+        self.call = Broadcast(packed(), untrusted=untrusted, **options)
 
     def begin(self) -> None:
         self.call.begin(self.gang, lambda error: self.told.append((error, self.call.future.done())))
@@ -212,7 +212,7 @@ def test_cancelling_stops_the_ranks_that_have_it_and_keeps_it_from_the_others() 
 
 def test_a_generator_that_is_closed_while_it_is_being_sent_is_closed_there() -> None:
     stage = Stage(1)
-    stage.call = Broadcast(packed(yields=True))
+    stage.call = Broadcast(packed(yields=True), untrusted=False)
     iterators = stage.call.iterators()
     stage.begin()
     [values] = iterators.result(0)
@@ -224,7 +224,7 @@ def test_a_generator_that_is_closed_while_it_is_being_sent_is_closed_there() -> 
 
 def test_a_generator_whose_iterators_nobody_has_is_closed() -> None:
     stage = Stage(2)
-    stage.call = Broadcast(packed(yields=True))
+    stage.call = Broadcast(packed(yields=True), untrusted=False)
     stage.call.iterators()
     stage.begin()
     for node, conversation in zip(stage.nodes, stage.call.conversations, strict=True):

@@ -5,8 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from stage.fakes import EndsTheProgram, result
 from stage.spot import until
 
 import skyfab as sky
@@ -149,3 +151,17 @@ def test_a_run_that_cannot_be_sent_is_an_error(pool: sky.Compute, monkeypatch: p
     assert [str(error) for error in caught.value.exceptions] == ["here1: gone", "here2: gone"]
     with pytest.raises(sky.HostLost, match="here1: gone"):
         pool.launch(wait_for("/"), on="here1")
+
+
+def test_a_run_of_a_wary_pool_unpickles_nothing_that_a_host_sends_at_once(
+    hosts: list[sky.Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def call(*_: object, caller: Any, **__: object) -> None:
+        caller.answered(*result(EndsTheProgram()))
+
+    monkeypatch.chdir(tmp_path)
+    with sky.Compute(hosts, ui="none", results="data") as pool:
+        monkeypatch.setattr(Node, "call", call)
+        with pytest.raises(sky.BroadcastError) as caught:
+            pool.launch(wait_for("/"), on="all")
+    assert [type(error) for error in caught.value.exceptions] == [sky.UntrustedResult] * 2

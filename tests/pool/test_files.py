@@ -378,6 +378,15 @@ def test_a_transfer_that_was_interrupted_sends_nothing_more(nodes: list[Any]) ->
     remote.close()
 
 
+def test_a_host_that_lists_one_file_for_ever(monkeypatch: pytest.MonkeyPatch, here: Path, nodes: list[Any]) -> None:
+    monkeypatch.setattr("skyfab.pool.file_worker.MOST_ENTRIES", 5)
+    nodes[0].says["rows"] = b'{"value": [[["a", "f", 1, 0, 420, ""]], []]}'
+    remote = Remote(nodes[0], SPEC, threading.Event())
+    remote.list(os.fsencode(here))
+    assert nodes[0].requests == ["rows"] * 6
+    remote.close()
+
+
 # ---- replies
 
 

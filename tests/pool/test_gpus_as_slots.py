@@ -308,13 +308,27 @@ def test_a_call_that_needs_all_gpus_of_a_host_is_not_overtaken_forever() -> None
     second.answered(*result(None))
     assert node.released == ["solo.gpu0", "solo.gpu1"]
     assert len(node.callers) == 2, "the workers have not exited yet"
-    queue.ended("solo.gpu0")
+    queue.ended(node, "solo.gpu0")  # type: ignore[arg-type]
     assert len(node.callers) == 2
-    queue.ended("solo.gpu1")
+    queue.ended(node, "solo.gpu1")  # type: ignore[arg-type]
     assert node.callers[2:] == [large]
     large.answered(*result(None))
-    queue.ended("solo.gpu2")
+    queue.ended(node, "solo.gpu2")  # type: ignore[arg-type]
     assert node.callers[3:] == [small]
+
+
+def test_a_host_frees_its_own_gpus_alone() -> None:
+    node, hostile = FakeNode(1), FakeNode(2, gpus=())
+    hostile.gpus = ()  # type: ignore[assignment]
+    queue = scheduler(node, hostile)
+    first, second, large = task(1), task(1), task(2)
+    for each in (first, second, large):
+        queue.add(each)
+    first.answered(*result(None))
+    second.answered(*result(None))
+    for worker in node.released:
+        queue.ended(hostile, worker)  # type: ignore[arg-type]
+    assert node.callers == [first, second], "its workers have not exited"
 
 
 def test_a_call_that_waits_for_one_host_does_not_hold_up_another() -> None:
@@ -377,7 +391,7 @@ def test_no_gpu_is_used_twice_whatever_happens() -> None:
         else:
             node = random.choice(nodes)
             if node.released:
-                queue.ended(node.released.pop())
+                queue.ended(node, node.released.pop())  # type: ignore[arg-type]
         running = [each for each in tasks if each.slot is not None and not each.future.done()]
         for node in nodes:
             for gpu in node.gpus:
@@ -389,5 +403,5 @@ def test_no_gpu_is_used_twice_whatever_happens() -> None:
                 each.answered(*result(None))
         for node in nodes:
             while node.released:
-                queue.ended(node.released.pop())
+                queue.ended(node, node.released.pop())  # type: ignore[arg-type]
     assert all(each.future.done() for each in tasks)

@@ -386,6 +386,17 @@ def test_a_full_disk_at_the_end_is_raised(
         raise ZeroDivisionError  # which that of the mirror does not replace
 
 
+def test_any_error_is_raised_at_the_end(
+    monkeypatch: pytest.MonkeyPatch, here: Path, nodes: list[Any], open_mirror: Open, events: list[Event]
+) -> None:
+    fill(nodes[0].folder, ckpt__1_pt="x")
+    monkeypatch.setattr("skyfab.files.target.Target.room", None)  # which no size is compared with
+    made = open_mirror()
+    until(lambda: notices(events))
+    with pytest.raises(TypeError):
+        made.stop()
+
+
 def row(path: str, **changes: Any) -> bytes:
     about = {"path": path, "kind": "f", "size": 3, "time": 0, "mode": 0o644, "link": "", **changes}
     return json.dumps({"value": [[list(about.values())], []]}).encode()
@@ -398,13 +409,14 @@ def row(path: str, **changes: Any) -> bytes:
         {"rows": row("/tmp/out")},
         {"rows": row("ckpt/../../out")},
         {"rows": row("elsewhere/1.pt")},
+        {"rows": row("ckpt/" + "d/" * 1500 + "x")},
         {"rows": row("ckpt/link", kind="l", link="../../out")},
         {"rows": row("ckpt/1.pt", size=-1)},
         {"rows": b'{"value": [[], []]}'},
         {"news": b'{"value": "all"}'},
         {"news": b"\xff"},
     ],
-    ids=["up", "absolute", "inner", "not-requested", "link", "size", "nothing", "news", "bytes"],
+    ids=["up", "absolute", "inner", "not-requested", "deep", "link", "size", "nothing", "news", "bytes"],
 )
 def test_a_hostile_host_is_asked_no_more(
     here: Path, nodes: list[Any], open_mirror: Open, events: list[Event], says: dict[str, bytes]

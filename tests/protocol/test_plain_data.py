@@ -300,6 +300,21 @@ def test_hostile_data_is_refused(document: Any) -> None:
     refused(json.dumps(document).encode())
 
 
+@pytest.mark.parametrize("kind", ["set", "frozenset", "dict", "OrderedDict"])
+def test_keys_that_collide_are_refused(kind: str) -> None:
+    """A large table of them would stop all threads for hours."""
+    modulus = sys.hash_info.modulus
+    for step, count, is_refused in ((modulus, 2000, True), (modulus, 100, False), (modulus + 1, 2000, False)):
+        keys = [["int", hex(number * step)] for number in range(count)]
+        values = keys if kind.endswith("set") else [one for key in keys for one in (key, None)]
+        data = json.dumps([kind, *([None] if kind == "OrderedDict" else []), *values]).encode()
+        if is_refused:
+            with pytest.raises(NotPlain, match="many keys with the same hash"):
+                plain_data.loads(data)
+        else:
+            assert len(plain_data.loads(data)) == count
+
+
 @pytest.mark.parametrize("shape", [[-1, -1], [True], [1] * 65])
 def test_a_shape_is_checked_before_anything_is_computed_with_it(shape: list[int]) -> None:
     pytest.importorskip("numpy")

@@ -237,6 +237,35 @@ def test_an_invalid_answer_is_a_protocol_error(content: bytes) -> None:
         said(content)
 
 
+@pytest.mark.parametrize(
+    ("parse", "content"),
+    [
+        (lambda host, replies: next(replies), b""),
+        (lambda host, replies: float(only(replies)), frame(HEAD, 1, b'{"value": 1%s}' % (b"0" * 400))),
+        (lambda host, replies: int(only(replies)), frame(HEAD, 1, b'{"value": Infinity}')),
+    ],
+    ids=["empty", "huge", "infinite"],
+)
+def test_an_answer_that_cannot_be_read_is_a_protocol_error(parse: Any, content: bytes) -> None:
+    frames = ask._Frames(sky.Host(name="liar"), Liar(content + frame(HEAD, 1, b'{"end": 1}')), lambda: False)  # type: ignore[arg-type]
+    with pytest.raises(ProtocolError, match="invalid reply to 'x'"):
+        frames.ask(Question("x", parse))
+
+
+def test_heartbeats_are_no_part_of_an_answer(here: sky.Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a host that sends nothing else would be waited for where others have answered."""
+    stream = Silent(60, frame(PONG))
+    monkeypatch.setattr(ask, "time", SimpleNamespace(monotonic=lambda: stream.now))
+    with Asker([here], NOTHING) as asker:
+        line = asker.lines["here"]
+        line._frames = frames = ask._Frames(here, stream, lambda: False)  # type: ignore[arg-type]
+        assert line.is_awaited
+        with pytest.raises(HostLost):
+            frames.ask(Question("x", only_of))
+        assert not line.is_awaited
+        line._frames = None
+
+
 def test_frames_that_are_no_answer_are_passed_over() -> None:
     late = frame(HEAD, 7, b'{"value": 1}') + frame(PONG)
     assert said(late + frame(HEAD, 1, b'{"value": 2}') + frame(HEAD, 1, b'{"end": 1}')) == 2

@@ -24,6 +24,7 @@ from stage.threads import at_once
 
 import skyfab as sky
 from skyfab._util.scripts import spelled
+from skyfab.env import uv
 from skyfab.inventory.host import Host
 from skyfab.protocol import messages
 from skyfab.session import bootstrap as launch_module
@@ -31,7 +32,7 @@ from skyfab.session.bootstrap import Bootstrap, local_python, open_shell
 from skyfab.session.bundle import bundle
 from skyfab.session.reader import SharedReader
 from skyfab.session.session import Session
-from skyfab.session.shell import ScriptFailed, Shell
+from skyfab.session.shell import Deadline, ScriptFailed, Shell
 from skyfab.session.timing import Timing
 from skyfab.ssh.local import Local
 
@@ -588,6 +589,50 @@ def test_a_whole_session_below_a_hostile_home(hostile_home: Path, monkeypatch: p
     assert [path.name for path in (cache / "bundles").iterdir()] == [bundle().digest]
     assert not [path for path in (cache / "run").rglob("*") if path.is_file()]
     assert not list(hostile_home.parent.rglob("pwned"))
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_a_cache_made_with_a_umask_of_002_is_not_refused_here(
+    before: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this program, before it opens a pool on `local`, or by an earlier version."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    host = Host(name="local", transport="local")
+    mask = os.umask(0o002)
+    try:
+        if before:
+            (tmp_path / ".cache" / "skyfab").mkdir(parents=True)
+        else:
+            with uv.making(tmp_path / "file"):
+                assert stat.S_IMODE((tmp_path / ".cache" / "skyfab").stat().st_mode) == 0o700
+        made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python="none")
+        stream = Local(host).open(made.command())
+        try:
+            assert Shell(stream, made.marker, Deadline(host, time.monotonic() + 30, bool)).answer() == "nopython"
+        finally:
+            stream.close()
+    finally:
+        os.umask(mask)
+
+
+def test_modules_in_the_current_folder_are_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be /tmp, where other users write, or contain a file of the user with such a name."""
+    hostile = tmp_path / "hostile"
+    hostile.mkdir()
+    for name in sys.stdlib_module_names:
+        (hostile / f"{name}.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'a').write({name!r})")
+    monkeypatch.chdir(hostile)
+    host = Host(name="local", cache=str(tmp_path / "cache"))
+    for _ in range(2):  # with an empty cache, and with one that has the bundle
+        made = Bootstrap(host=host, session=os.urandom(8).hex(), bundle=bundle(), python=sys.executable)
+        session = Session(made, lambda: Local(host), Listener(), SharedReader(), Timing(lease=5))
+        try:
+            pid = session.open().pid
+        finally:
+            session.close()
+        gone(pid)
+    assert not (tmp_path / "ran").exists()
 
 
 def gone(pid: int) -> None:

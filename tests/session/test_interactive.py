@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from skyfab.errors import ProtocolError
+from skyfab.host.ask.command import variables
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.session.ask import Question
@@ -51,6 +52,19 @@ def test_what_it_has(here: Host, tmp_path: Path) -> None:
     assert found[:2] == ["set", str(programs / "python")]
     assert found[2].startswith(f"{here.cache}/trees/123/0")
     assert len(found) == 3
+
+
+@pytest.mark.parametrize(("setup", "expected"), [("TOKEN=theirs", ["it's\n two "]), ("false", []), ("exit 3", [])])
+def test_the_file_of_variables_is_removed_even_if_the_setup_fails(
+    here: Host, tmp_path: Path, setup: str, expected: list[str]
+) -> None:
+    cache = Path(here.cache)
+    cache.mkdir()
+    name = variables(here.cache, values={"TOKEN": "it's\n two "})
+    shell = InteractiveShell(host=here, folder=str(tmp_path), setup=setup, command='printf %s "$TOKEN"')
+    done = subprocess.run(["/bin/sh", "-c", shell.script(name)], capture_output=True, text=True, check=False)
+    assert done.stdout == "".join(expected)
+    assert list(cache.iterdir()) == []
 
 
 def test_an_environment_that_is_not_there(here: Host) -> None:

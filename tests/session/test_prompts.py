@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import socket
+import tempfile
 from collections.abc import Callable
 
 import pytest
 
 import skyfab as sky
 from skyfab.ssh import openssh, prompts
+from skyfab.ssh.askpass import private_folder
 from skyfab.ssh.openssh import OpenSSH
 from skyfab.ssh.prompts import Place, Prompts, by_ssh
 from skyfab.ui.prompt import TERMINAL
@@ -78,6 +82,17 @@ def test_a_login_that_is_not_wanted_any_more_asks_nothing_and_forgets_nothing(ty
     assert len(typed) == 1
 
 
+def test_a_socket_of_ssh_has_a_short_name_in_a_long_temporary_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ssh binds it with a suffix first."""
+    with tempfile.TemporaryDirectory(prefix="x" * 51, dir="/tmp") as base:
+        assert len(base) == 64
+        monkeypatch.setattr(tempfile, "tempdir", base)
+        folder = private_folder()
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(f"{folder}/socket.{'x' * 16}")
+        shutil.rmtree(folder)
+
+
 def login(*hosts: sky.Host) -> OpenSSH:
     *_, target = hosts
     return OpenSSH(target, sky.Inventory(hosts={host.name: host for host in hosts}))
@@ -96,5 +111,5 @@ def test_a_password_goes_to_no_other_server_of_the_path(typed: list[str], monkey
     assert login(jump, other)._answer("ada@127.0.0.1's password: ", never) == "1"
     assert login(jump, other)._answer("ada@10.0.0.2's password: ", never) == "2"
     assert login(jump, target)._answer("ada@127.0.0.1's password: ", never) == "3"
-    monkeypatch.setattr(openssh, "_marks_prompts", lambda: False)
+    monkeypatch.setattr(openssh, "_version", lambda: (8, 4))
     assert login(jump, other)._answer("ada@127.0.0.1's password: ", never) == "4"

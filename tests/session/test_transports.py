@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from skyfab.lab import Lab
 from skyfab.ssh import Stream, transport_for
 from skyfab.ssh.fabric import Fabric
 from skyfab.ssh.logins import ServerBusy
-from skyfab.ssh.openssh import OpenSSH, _has_aes, explain
+from skyfab.ssh.openssh import OpenSSH, _has_aes, _is_since, explain
 from skyfab.ssh.process import ProcessStream
 from skyfab.ssh.prompts import Prompts, places
 from skyfab.ui.prompt import TERMINAL
@@ -65,6 +65,48 @@ def test_the_cipher_of_processors_without_instructions_for_it_is_not_preferred(
     monkeypatch.setattr("skyfab.ssh.openssh._has_aes", lambda: expected)
     way = OpenSSH(sky.Host(name="node1", address="192.0.2.1"), sky.Inventory(hosts={}))
     assert ("Ciphers=^aes128-gcm@openssh.com" in " ".join(way.argv("true"))) is expected
+
+
+def settings_of(words: list[str]) -> dict[str, str]:
+    """What ssh would do with this command line."""
+    done = subprocess.run([words[0], "-G", *words[1:]], capture_output=True, text=True, check=True)
+    return {key: value for line in done.stdout.splitlines() for key, _, value in [line.partition(" ")]}
+
+
+@pytest.mark.skipif(not _is_since(8, 7), reason="ssh does not know these settings")
+@pytest.mark.parametrize("jump", [None, "gateway"])
+def test_settings_of_ssh_config_neither_weaken_a_login_nor_change_its_streams(
+    jump: str | None, lab: Lab, ssh_config: Callable[[str], None]
+) -> None:
+    ssh_config(
+        "Host *\n  NoHostAuthenticationForLocalhost yes\n  VerifyHostKeyDNS yes\n  KnownHostsCommand /bin/cat %f\n"
+        "  SessionType none\n  StdinNull yes\n  ForkAfterAuthentication yes\n"
+    )
+    host = sky.Host(name="node1", address="127.0.0.1", jump=jump, host_key=lab.hosts[0].host_key)
+    gateway = sky.Host(name="gateway", address="192.0.2.1", host_key=host.host_key)
+    way = OpenSSH(host, sky.Inventory(hosts={"node1": host, "gateway": gateway}))
+    with closing(way):
+        words = way.argv("true")
+        found = [settings_of(words), settings_of(way.argv(None))]
+        if jump:
+            found.append(settings_of([*words[:4], "skyfab-jump-0"]))  # as ssh -W, which sets its SessionType
+    for one in found:
+        assert "knownhostscommand" not in one, "none"
+        assert (one["nohostauthenticationforlocalhost"], one["verifyhostkeydns"]) == ("no", "false")
+        assert (one["stdinnull"], one["forkafterauthentication"]) == ("no", "no")
+    assert [one["sessiontype"] for one in found[:2]] == ["default", "none"]
+
+
+def test_ciphers_of_ssh_config_are_used(
+    ssh_config: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """An old server, or a policy, may need them."""
+    monkeypatch.setattr("skyfab.ssh.openssh._has_aes", lambda: True)
+    way = OpenSSH(sky.Host(name="node1", address="192.0.2.1"), sky.Inventory(hosts={}))
+    assert settings_of(way.argv("true"))["ciphers"].startswith("aes128-gcm@openssh.com,")
+    (tmp_path / "policy").write_text("Host node1 192.0.2.*\n  ciphers aes256-ctr\n")
+    ssh_config(f"Include {tmp_path}/policy\n")
+    assert settings_of(way.argv("true"))["ciphers"] == "aes256-ctr"
 
 
 # ---- the conformance suite

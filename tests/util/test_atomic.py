@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
 from skyfab._util import atomic
-from skyfab._util.cache import cache_folder
+from skyfab._util.cache import cache_folder, made_cache
 
 
 def test_a_file_is_written_whole_with_its_mode_and_folder(tmp_path: Path) -> None:
@@ -35,3 +36,23 @@ def test_the_cache_folder_is_in_the_home_folder_unless_an_absolute_one_is_named(
     assert cache_folder() == tmp_path / ".cache" / "skyfab"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
     assert cache_folder() == tmp_path / "other" / "skyfab"
+
+
+@pytest.mark.parametrize("before", [None, 0o775, 0o755, 0o700])
+def test_the_cache_folder_is_made_closed_to_others(
+    before: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the umask is. One that others can only read stays: the user may have opened it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a" / "b"))
+    folder = cache_folder()
+    if before is not None:
+        folder.mkdir(parents=True)
+        folder.chmod(before)
+    mask = os.umask(0o002)
+    try:
+        atomic.write(folder / "new" / "file", "x")
+        assert made_cache() == folder
+    finally:
+        os.umask(mask)
+    assert folder.stat().st_mode & 0o777 == (0o755 if before == 0o755 else 0o700)
+    assert before is not None or folder.parent.stat().st_mode & 0o777 == 0o700

@@ -13,7 +13,7 @@ import socket
 import time
 
 from skyfab.errors import ProtocolError
-from skyfab.host.agent.cleanup import remove_dead
+from skyfab.host.agent.cleanup import Presence, remove_dead
 from skyfab.host.agent.connection import Connection
 from skyfab.host.agent.handlers import Handlers
 from skyfab.host.agent.host_info import HostInfo
@@ -42,6 +42,7 @@ class Agent:
     def __init__(self, listener: socket.socket, zygote: Zygote, *, cache: str, session: str) -> None:
         self._listener = listener
         self._run = os.getcwd()
+        self._presence = Presence(self._run)
         self._host_info = HostInfo()
         self._connection: Connection | None = None
         self._waiting: set[Connection] = set()
@@ -103,10 +104,11 @@ class Agent:
             return 0.0
         if self._connection and not self._workers.timed:
             return self._pace
-        until = self._until() if self._ended is None else self._judge_at
+        until = min(self._presence.due, self._until() if self._ended is None else self._judge_at)
         return max(0.0, (self._workers.next_deadline(until) if self._workers.timed else until) - time.monotonic())
 
     def _look_at_the_clock(self) -> None:
+        self._presence.renew()
         if self._ended is not None and time.monotonic() >= self._judge_at:
             self._judge()
         if self._ended is None and (time.monotonic() >= self._until() or self._is_fulfilled()):

@@ -1,11 +1,46 @@
-"""Removes run folders whose agent no longer runs, for example after a power failure; done when a new pool starts."""
+"""Removes run folders whose agent no longer runs, for example after a power failure; done when a new pool starts.
+
+Whether an agent listens at a socket is only known on its own machine. Others that share the folder may have the same
+host name: an agent notes the boot of its machine, and touches its folder regularly.
+"""
 
 from __future__ import annotations
 
 import os
+import time
+
+from skyfab.host.agent.host_info import boot_id
 
 _YOUNG = 60.0
 """Seconds for which a new folder may have no agent yet."""
+_SILENT = 1800.0
+"""Seconds without a touch after which the agent of another boot no longer runs, on this machine or another one."""
+_PACE = 300.0
+"""Seconds between touches."""
+
+
+class Presence:
+    """Shows others that the agent of a run folder runs."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = folder
+        self.due = 0.0
+        """When the folder is to be touched."""
+        try:
+            with open(os.path.join(folder, "boot"), "w") as file:
+                file.write(boot_id())
+        except OSError:  # the disk is full: the boot is unknown
+            pass
+
+    def renew(self) -> None:
+        """Touches the folder, if that is due."""
+        if time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + _PACE
+        try:
+            os.utime(self._folder)
+        except OSError:  # it has been removed
+            pass
 
 
 def remove_dead(own: str) -> None:
@@ -14,8 +49,9 @@ def remove_dead(own: str) -> None:
     for name in os.listdir(place):
         folder = os.path.join("..", name)  # relative, because the length of socket paths is limited
         try:
-            old = os.stat(folder).st_mtime < now - _YOUNG
-            if name != os.path.basename(own) and old and is_dead(folder):
+            age = now - os.stat(folder).st_mtime
+            is_old = age > (_YOUNG if _is_of_this_boot(folder) else _SILENT)
+            if name != os.path.basename(own) and is_old and is_dead(folder):
                 import shutil
 
                 shutil.rmtree(folder, ignore_errors=True)
@@ -23,19 +59,34 @@ def remove_dead(own: str) -> None:
             continue  # another process uses or removes it
 
 
-def is_dead(folder: str) -> bool:
-    """Whether no agent listens in the folder and no link is about to start one.
+def _is_of_this_boot(folder: str) -> bool:
+    """Whether its agent was started on this machine, and since it was booted."""
+    try:
+        with open(os.path.join(folder, "boot")) as file:
+            return file.read() == boot_id() != "?"
+    except FileNotFoundError:
+        return False
 
-    Raises OSError if a link holds the folder's lock.
+
+def is_dead(folder: str) -> bool:
+    """Whether no agent of this machine listens in the folder and no link is about to start one.
+
+    For a folder that agents of other machines may use, this says nothing. Raises OSError if a link holds the folder's
+    lock.
     """
     import contextlib
+    import errno
     import fcntl
     import socket
 
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(FileNotFoundError):
             lock = stack.enter_context(open(os.path.join(folder, "lock"), "r+"))
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if error.errno in (errno.EWOULDBLOCK, errno.EACCES):  # others: a file system without locks
+                    raise
         client = stack.enter_context(socket.socket(socket.AF_UNIX))
         client.setblocking(False)  # one that hangs does not accept connections, and its queue may be full
         try:

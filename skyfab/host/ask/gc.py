@@ -39,8 +39,9 @@ _DRAFT: Final = r"\.in-.*|\.[0-9a-f]{16}-.*|[0-9a-f]{16}.*\.[0-9a-f]{16}.*"
 def gc(cache: str, *, days: int, dry_run: bool) -> dict[str, Any]:
     """What was deleted: `removed`, for each kind how many and their bytes; `folders`, working folders with their bytes.
 
-    `kept_uv`: uv's cache still has the files of deleted environments. `left`: why something could not be deleted. What
-    was used in the last hour is always kept. With `dry_run` nothing is deleted.
+    `kept_uv`: uv's cache still has the files of deleted environments. `kept_models`: it is not known when models,
+    fetched files and kernels were read, so they stay unless `days` is 0. `left`: why something could not be deleted.
+    What was used in the last hour is always kept. With `dry_run` nothing is deleted.
     """
     return _Cleaning(cache, max(days * _DAY, _HOUR), dry_run=dry_run).run()
 
@@ -59,7 +60,8 @@ class _Cleaning:
         self._dry_run = dry_run
         self._in_use = _InUse(cache)
         self._seen: dict[tuple[int, int], int] = {}
-        self._report: dict[str, Any] = {"removed": {}, "folders": [], "kept_uv": False, "left": ""}
+        kept = {"kept_uv": False, "kept_models": False}
+        self._report: dict[str, Any] = {"removed": {}, "folders": [], "left": "", **kept}
 
     def run(self) -> dict[str, Any]:
         own = f"run/{socket.gethostname()}"
@@ -68,18 +70,17 @@ class _Cleaning:
         self._sweep("pythons", "pythons", f"{_DIGEST}|uv", self._no_environment_has)
         self._sweep("packages", "packages", _DIGEST)
         self._sweep("bundles", "bundles", _DIGEST, self._no_pool_has_bundle)
-        self._sweep("hub", "hub", r"(models|datasets|spaces)--.+", _unread)
-        self._sweep("fetched", "fetched", r"[^.].*", _unread)
         for kind in ("trees", "blobs"):
             self._sweep(kind, kind, _DIGEST, self._no_pool_has)
-        self._sweep("runs", "runs", _DIGEST, _run_is_over)
-        self._sweep("compiled", "compiled", _DIGEST, _unread)
+        self._sweep("runs", "runs", _DIGEST, self._run_is_over)
+        self._models()
         self._report["folders"] = self._sweep("files", "files", r"[^.].*", self._no_pool_has_folder)
         self._sweep("", "files", r"\.copied-.*", _has_no_copy)
         self._sweep("logs", "logs", _POOL, self._no_pool_writes)
         for folder in ("envs", "packages", "pythons", "bundles", "trees", "blobs", "runs", "files", "logs", own):
             self._sweep("drafts", folder, _DRAFT, age=_DAY)
         self._sweep("drafts", "", r"\.in-gc-.*", age=_DAY)
+        self._sweep("drafts", "", r"ssh-[0-9a-f]{16}", age=_HOUR)  # variables of a login that failed (command.py)
         self._locks()
         return self._report
 
@@ -106,6 +107,15 @@ class _Cleaning:
         if not self._dry_run and (self._prune(count) or count):
             # environments are hard links to what is in uv's cache: what both have now and had before counts
             self._report["removed"]["envs"] = [count, max(0, before - self._shared_size())]
+
+    def _models(self) -> None:
+        """What is as old as its last use, which only the disk notes."""
+        kinds = {"hub": r"(models|datasets|spaces)--.+", "fetched": r"[^.].*", "compiled": _DIGEST}
+        if self._age > _HOUR and _is_noatime(self._cache):
+            self._report["kept_models"] = any(self._entries(kind, pattern) for kind, pattern in kinds.items())
+            return
+        for kind, pattern in kinds.items():
+            self._sweep(kind, kind, pattern, _unread)
 
     def _no_pool_has_environment(self, path: str, age: float) -> bool:
         used = f"{path}/.used" if not os.path.islink(path) and os.path.exists(f"{path}/.used") else path
@@ -149,6 +159,13 @@ class _Cleaning:
         notes = _glob(self._cache, "run/*/*/files")
         used = {line.partition("\t")[0] for note in notes for line in read(note).split("\n")}
         return os.path.basename(path) not in used and _all_old(path, age)
+
+    def _run_is_over(self, run: str, age: float) -> bool:
+        """Whether nothing in it is new, and its agent does not live. On another host, that has a run folder then."""
+        folder = read(f"{run}/agent").strip().split("/")[-2:]
+        if agent_of(run)[0] is not None or (folder[1:] and os.path.isdir(os.path.join(self._cache, "run", *folder))):
+            return False
+        return _all_old(run, min(age, _DAY) if os.path.exists(f"{run}/fetched") else age)
 
     def _no_pool_writes(self, log: str, age: float) -> bool:
         return not _glob(self._cache, f"run/*/{os.path.basename(log)}") and _all_old(log, age)
@@ -271,6 +288,7 @@ def _has_no_copy(mark: str, age: float) -> bool:
 
 
 def _agent_is_gone(folder: str, age: float) -> bool:
+    """With an `age` of a day, also if the agent is one of another machine with this name: it touches its folder."""
     before = os.open(".", os.O_RDONLY)
     try:
         os.chdir(os.path.dirname(folder))  # the length of socket paths is limited
@@ -280,14 +298,6 @@ def _agent_is_gone(folder: str, age: float) -> bool:
     finally:
         os.fchdir(before)
         os.close(before)
-
-
-def _run_is_over(run: str, age: float) -> bool:
-    if agent_of(run)[0] is not None:
-        return False
-    if os.path.exists(f"{run}/fetched"):
-        return _is_old(f"{run}/fetched", min(age, _DAY))
-    return _is_old(f"{run}/status", age)
 
 
 def _put_back(path: str) -> bool:
@@ -324,6 +334,14 @@ def _unread(path: str, age: float) -> bool:
         return False
     used = [max(one.st_mtime, one.st_atime) if stat.S_ISREG(one.st_mode) else one.st_mtime for one in found]
     return time.time() - max(used) > age
+
+
+def _is_noatime(folder: str) -> bool:
+    """Whether its disk does not note when files are read."""
+    try:
+        return bool(os.statvfs(folder).f_flag & getattr(os, "ST_NOATIME", 0))
+    except OSError:  # it does not exist
+        return False
 
 
 def _below(folder: str) -> Iterator[str]:

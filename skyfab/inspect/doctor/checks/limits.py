@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shlex
+
 from skyfab.inspect.doctor.host_report import Findings, HostReport
 
 
@@ -13,5 +15,5 @@ def check(report: HostReport) -> Findings:
     ):
         if value and value < least:
             what = f"its limit on {name} is {value:,}"
-            fix = f"in /etc/security/limits.conf: {facts.user} - {item} 65536, and log in again"
+            fix = f"in /etc/security/limits.conf: {shlex.quote(facts.user)} - {item} 65536, and log in again"
             yield report.finding("system", "limits", "warning", what, fix)

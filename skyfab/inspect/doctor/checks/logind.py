@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
+
 from skyfab.inspect.doctor.host_report import Findings, HostReport
 
 
 def check(report: HostReport) -> Findings:
     if report.facts.kills and not report.facts.lingers:
         what = "systemd kills a user's processes at logout (KillUserProcesses): detached runs and reconnects fail"
-        fix = f"on the host: sudo loginctl enable-linger {report.facts.user}"
+        fix = f"on the host: sudo loginctl enable-linger {shlex.quote(report.facts.user)}"
         yield report.finding("system", "KillUserProcesses", "warning", what, fix)

@@ -52,8 +52,8 @@ def find(path: Path, *, script_only: bool = False) -> Manifest | None:
 
 def _of_script(script: Path) -> Manifest | None:
     try:
-        blocks = list(_BLOCK.finditer(script.read_text(encoding="utf-8")))
-    except (OSError, UnicodeDecodeError):
+        blocks = list(_BLOCK.finditer(script.read_text(encoding="utf-8-sig", errors="replace")))
+    except OSError:
         return None  # running it reports the error
     if not blocks:
         return None
@@ -84,9 +84,25 @@ def _of_project(file: Path) -> Manifest | None:
             f"{shown}: its dependencies are dynamic: only its build backend knows them",
             hint="list them in requirements.txt, or name them with --pip=…, or run with --no-project",
         )
-    lock = next((lock for folder in folders_above(file) if (lock := folder / "uv.lock").is_file()), None)
+    lock = _lock_of(file)
     manifest = _manifest(project, document.get("tool", {}), shown, lock, file.parent)
     return replace(manifest, source=shown + (f" with {lock.name}" if manifest.lock and lock else ""))
+
+
+def _lock_of(file: Path) -> Path | None:
+    """The uv.lock beside a pyproject.toml, or that of a workspace above that has it as a member."""
+    for folder in folders_above(file):
+        lock = folder / "uv.lock"
+        if lock.is_file() and (folder == file.parent or file.parent.resolve() in _members(lock)):
+            return lock
+    return None
+
+
+def _members(lock: Path) -> set[Path]:
+    """The folders of this machine whose packages are in a uv.lock."""
+    sources = [one.get("source", {}) for one in read(lock).get("package", [])]
+    places = [source[kind] for source in sources for kind in ("virtual", "editable", "directory") if kind in source]
+    return {(lock.parent / place).resolve() for place in places}
 
 
 def _manifest(
@@ -97,9 +113,11 @@ def _manifest(
     if not isinstance(wanted, list) or not all(isinstance(text, str) for text in wanted):
         raise UsageError(f"{shown}: dependencies must be an array of strings")
     _check_python(document.get("requires-python"), shown)
+    sources = _Sources(tool.get("uv", {}), shown, base)
     if lock is not None and wanted:
+        sources.check(wanted, lock)
         return Manifest(shown, tuple(wanted), lock=str(lock))
-    return Manifest(shown, *_Sources(tool.get("uv", {}), shown, base).translated(wanted))
+    return Manifest(shown, *sources.translated(wanted))
 
 
 def _check_python(wanted: object, shown: str) -> None:
@@ -116,12 +134,22 @@ def _check_python(wanted: object, shown: str) -> None:
 
 
 class _Sources:
-    """Translates [tool.uv.sources] and [[tool.uv.index]] of a project that has no uv.lock."""
+    """[tool.uv.sources] and [[tool.uv.index]] of a project: translated if it has no uv.lock."""
 
     def __init__(self, settings: Mapping[str, Any], shown: str, base: Path) -> None:
         self._shown, self._base = shown, base
         self._sources = {canonicalize_name(name): value for name, value in settings.get("sources", {}).items()}
         self._indexes = {str(one.get("name", "")): one for one in settings.get("index", [])}
+
+    def check(self, wanted: Sequence[str], lock: Path) -> None:
+        """Raises UsageError if the lock lacks a package that has a source: it would come from an index."""
+        needed = [one for one in map(self._requirement, wanted) if one.marker is None or one.marker.evaluate()]
+        names = {canonicalize_name(one.name) for one in needed} & self._sources.keys()
+        if names and (missing := names - {one.get("name") for one in read(lock).get("package", [])}):
+            raise UsageError(
+                f"{lock.name} is out of date: {self._shown} has a source for {min(missing)}, which is not in it",
+                hint="uv lock" if lock.name == "uv.lock" else f"uv lock --script {self._shown}",
+            )
 
     def translated(self, wanted: Sequence[str]) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
         """The requirements, and the indexes that serve some of them."""
@@ -133,10 +161,7 @@ class _Sources:
         return tuple(pip), {url: tuple(names) for url, names in scopes.items()}
 
     def _one(self, text: str, scopes: dict[str, list[str]]) -> str:
-        try:
-            requirement = Requirement(text)
-        except InvalidRequirement:
-            raise UsageError(f"{self._shown}: invalid requirement {text!r}", hint='as in "numpy>=2"') from None
+        requirement = self._requirement(text)
         name = canonicalize_name(requirement.name)
         source = self._sources.get(name)
         if source is None or (name in _TORCH and isinstance(source, list)):  # each host has the torch that fits it
@@ -153,6 +178,12 @@ class _Sources:
         marker = f" ; {requirement.marker}" if requirement.marker else ""
         return f"{requirement.name}{extras} @ {self._url(name, source)}{marker}"
 
+    def _requirement(self, text: str) -> Requirement:
+        try:
+            return Requirement(text)
+        except InvalidRequirement:
+            raise UsageError(f"{self._shown}: invalid requirement {text!r}", hint='as in "numpy>=2"') from None
+
     def _url(self, name: str, source: Mapping[str, Any]) -> str:
         inner = f"#subdirectory={source['subdirectory']}" if "subdirectory" in source else ""
         if "git" in source:
@@ -168,14 +199,21 @@ class _Sources:
         return UsageError(f"{self._shown} has no uv.lock, and {why}", hint="uv lock")
 
 
-def listed(path: Path) -> list[str]:
-    """The requirements in a file. Raises UsageError if it cannot be read or has options other than -r and --hash."""
+def listed(path: Path, above: tuple[str, ...] = ()) -> list[str]:
+    """The requirements in a file that those `above` include.
+
+    Raises UsageError if it cannot be read or has options other than -r and --hash.
+    """
     found: list[str] = []
-    for line in text_of(path).replace("\\\n", " ").splitlines():
-        line = re.sub(r"(^|\s)#.*", "", line).strip()
+    here = os.path.realpath(path)
+    if here in above:
+        raise UsageError(f"cannot read {path}: it includes itself", hint="remove the -r that leads back to it")
+    text = re.sub(r"(?m)(^|[ \t])#.*", "", text_of(path))
+    for line in text.replace("\\\n", " ").splitlines():
+        line = line.strip()
         other = re.fullmatch(r"(?:-r\s*|--requirement[\s=]\s*)(\S.*)", line)
         if other:
-            found += listed(path.parent / other[1])
+            found += listed(path.parent / other[1], (*above, here))
         elif line.startswith("-") and not re.fullmatch(r"(-e|--editable)\s*\.", line):
             raise UsageError(f"{path}: only requirements are supported, not {line!r:.80}", hint="--index=URL=packages")
         elif line not in ("", ".") and not line.startswith("-"):  # the project's own modules are sent anyway

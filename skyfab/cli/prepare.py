@@ -114,11 +114,11 @@ def _made(image: Image, hosts: Sequence[Host]) -> dict[str, tuple[Lock, str]]:
 
     plan = Preparation(image, hosts, local_python())
     facts = [(host, facts_cache.load(host)) for host in hosts if not plan.is_empty]
-    targets = [(host, Target.of(said, plan.python)) for host, said in facts if said is not None]
-    for host, target in targets:
+    known = [(host, said, Target.of(said, plan.python)) for host, said in facts if said is not None]
+    for host, _, target in known:
         plan.meet(host, target)
-    locks = [(host, plan.known_lock(target)) for host, target in targets]
-    return {host.name: (lock, plan.digest(lock)) for host, lock in locks if lock is not None}
+    locks = [(host, plan.python_of(host, said), plan.known_lock(target)) for host, said, target in known]
+    return {host.name: (lock, plan.digest(lock, python)) for host, python, lock in locks if lock is not None}
 
 
 def _show(

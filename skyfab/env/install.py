@@ -96,6 +96,22 @@ def enter(shell: Shell, digest: str) -> str | None:
     return shell.go(f"{home}/bin/python", provided=f"test -x {home}/bin/python && true >{home}/.used")
 
 
+def install_apt(shell: Shell, packages: Sequence[str]) -> None:
+    """Installs missing Debian packages. Raises HostUnfit if that is not possible, and ScriptFailed if it fails."""
+    try:
+        shell.run(given(*packages) + _APT)
+    except ScriptFailed as failed:
+        why = _NO_APT.get(failed.status)
+        if why is None:
+            raise
+        said = failed.output.split()
+        lacking = [package for package in packages if package in said] or packages
+        raise HostUnfit(
+            f"missing apt packages: {', '.join(lacking)} ({why})",
+            hint=f"ask an administrator: sudo apt-get install {' '.join(lacking)}",
+        ) from None
+
+
 def fetched(packages: Sequence[Package], progress: Callable[[int, int], None]) -> list[Package]:
     """The same packages, after their wheels were downloaded to this machine."""
     files = fetch([one.content for one in packages if isinstance(one.content, Wheel)], progress=progress)
@@ -185,9 +201,6 @@ class Installation:
         wheels = [Package.of_wheel(wheel) for wheel in pushed]
         packages = [listed, *tools, *([archive] if archive else ()), *wheels]
         self._provide(packages)
-        if self.image.apt:
-            self.report.step("installing apt packages")
-            self._install_apt()
         self.report.step("installing")
         offline = len(pushed) == len(self.lock.wheels) and not python_there
         values = {
@@ -266,21 +279,6 @@ class Installation:
         """Unpacks an interpreter from its archive; returns its path on the host."""
         said = self.shell.run(given(digest=archive.sha256, archive=archive.place) + _UNPACK_PYTHON)
         return said.splitlines()[-1]
-
-    def _install_apt(self) -> None:
-        """Installs missing Debian packages. Raises HostUnfit if that is not possible, and ScriptFailed if it fails."""
-        try:
-            self.shell.run(given(*self.image.apt) + _APT)
-        except ScriptFailed as failed:
-            why = _NO_APT.get(failed.status)
-            if why is None:
-                raise
-            said = failed.output.split()
-            lacking = [package for package in self.image.apt if package in said] or self.image.apt
-            raise HostUnfit(
-                f"missing apt packages: {', '.join(lacking)} ({why})",
-                hint=f"ask an administrator: sudo apt-get install {' '.join(lacking)}",
-            ) from None
 
 
 def _mismatched(failed: ScriptFailed) -> list[str]:

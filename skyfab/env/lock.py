@@ -35,6 +35,11 @@ class Lock:
     digest: str
     """Hash of the interpreter's minor version, the platform and the wheels, independent of where they come from."""
 
+    @property
+    def torch(self) -> str:
+        """torch's version without its build label; empty if it is not a part."""
+        return next((wheel.version.partition("+")[0] for wheel in self.wheels if wheel.package == "torch"), "")
+
     def placed(self, place: Callable[[Wheel], str | None]) -> str:
         """A pylock.toml in which each wheel has the path returned by `place`; its URL where that returns None."""
         parts = ['lock-version = "1.0"\ncreated-by = "skyfab"\n', "" if self.wheels else "packages = []\n"]
@@ -74,12 +79,12 @@ def _lock_of(
     pins = Pins() if image.lock is None else read_pins(image.lock, target)
     request = Request.of(image, target, pins)
     lock = found(request)
-    if lock and _torch(lock) and together and together[0] != target:
+    if lock and lock.torch and together and together[0] != target:
         first = _lock_of(image, together[0], (), found)
         if first is None:
             return None
-        if _torch(first) not in {"", _torch(lock)}:
-            lock = found(replace(request, torch=_torch(first)))
+        if first.torch not in {"", lock.torch}:
+            lock = found(replace(request, torch=first.torch))
     return lock and _with_logins(lock, image)
 
 
@@ -120,11 +125,6 @@ def _check_hashes(lock: Lock, allowed: Sequence[tuple[str, str]]) -> None:
             )
 
 
-def _torch(lock: Lock) -> str:
-    """torch's version without its build label."""
-    return next((wheel.version.partition("+")[0] for wheel in lock.wheels if wheel.package == "torch"), "")
-
-
 def read_lock(path: str | Path, target: Target) -> Lock:
     """Reads a lock that the user provides; it is used unchanged. Raises LockError."""
     file = Path(path).expanduser()
@@ -143,9 +143,11 @@ def read_lock(path: str | Path, target: Target) -> Lock:
 def _lock(text: str, target: Target, *, base: Path = Path()) -> Lock:
     """Builds the packages that have only a source. Relative paths are relative to `base`."""
     try:
-        packages = toml.loads(text).get("packages", [])
+        document = toml.loads(text)
+        groups = {*document.get("default-groups", ())}
+        packages = [one for one in document.get("packages", []) if applies(one.get("marker", ""), target, groups)]
         order = {tag: rank for rank, tag in enumerate(tags(target))}
-        wheels = [_choose(one, target, order, base) for one in packages if applies(one.get("marker", ""), target)]
+        wheels = [_choose(one, target, order, base) for one in packages]
     except LockError:
         raise
     except (ValueError, AttributeError, KeyError, TypeError, InvalidMarker) as error:

@@ -39,6 +39,9 @@ class Preparation:
         self.python = python
         self._targets: dict[str, Target] = {}
         self._absent = {host.name for host in hosts}
+        self._names = frozenset(self._absent)
+        self._unread = list(hosts)
+        """Those whose cached facts have not been read."""
         self._met = threading.Condition()
         self._sharing = Sharing(hosts, deliver, _OTHERS)
 
@@ -58,8 +61,11 @@ class Preparation:
             return "none"
         target = Target.of(facts, self.python)
         self.meet(host, target)
+        is_complete = self._recall()
         lock = self.known_lock(target)
-        return "none" if lock is None else f"env/{self.digest(lock)}/{facts.boot}"
+        if lock is None or (lock.torch and not is_complete):  # torch must have the same version on all hosts
+            return "none"
+        return f"env/{self.digest(lock, self.python_of(host, facts))}/{facts.boot}"
 
     def prepare(self, host: Host, shell: Shell, *, session: str, report: Report) -> str | None:
         """Builds the environment and starts its interpreter: see `Bootstrap.prepare`.
@@ -82,7 +88,7 @@ class Preparation:
 
     def _prepare(self, host: Host, shell: Shell, session: str, report: Report) -> str | None:
         from skyfab.env import facts_cache
-        from skyfab.env.install import Installation, enter
+        from skyfab.env.install import Installation, enter, install_apt
         from skyfab.env.lock import make_lock
 
         report.step("probing")
@@ -92,7 +98,7 @@ class Preparation:
                 f"cannot run programs from {facts.cache}: its disk is mounted noexec",
                 hint="put the cache on another disk (cache = … in the inventory)",
             )
-        python = self._python_of(host, facts)
+        python = self.python_of(host, facts)
         if self.is_empty and python is not None:
             return shell.go(quote(python))
         target = Target.of(facts, self.python)
@@ -101,7 +107,10 @@ class Preparation:
         with self._met:
             self._met.wait_for(lambda: not self._absent, _OTHERS)
         lock = make_lock(self.image, target, together=self._together())
-        digest = self.digest(lock)
+        digest = self.digest(lock, python)
+        if self.image.apt:  # each machine has its own, and hosts may share the folder of the environments
+            report.step("installing apt packages")
+            install_apt(shell, self.image.apt)
         answer = enter(shell, digest)
         if answer == "absent":
             Installation(
@@ -118,7 +127,7 @@ class Preparation:
             answer = enter(shell, digest)
         return answer
 
-    def _python_of(self, host: Host, facts: Facts) -> str | None:
+    def python_of(self, host: Host, facts: Facts) -> str | None:
         """An interpreter that is installed on the host and has the right version."""
         if host.python.startswith("/"):
             return host.python
@@ -131,12 +140,28 @@ class Preparation:
 
         return known_lock(self.image, target, together=self._together())
 
+    def _recall(self) -> bool:
+        """Uses the cached facts of hosts that have not been met. Returns whether the targets of all hosts are known."""
+        from skyfab.env import facts_cache
+
+        with self._met:
+            while self._unread:
+                host = self._unread.pop()
+                facts = facts_cache.load(host)
+                if facts is not None:
+                    self._targets.setdefault(host.name, Target.of(facts, self.python))
+            return self._targets.keys() >= self._names
+
     def _together(self) -> list[Target]:
         return sorted(set(self._targets.values()), key=repr)
 
-    def digest(self, lock: Lock) -> str:
-        """The environment's name: a hash of everything that it is built from."""
-        return name_of("\0".join((_LAYOUT, lock.digest, *sorted(self.image.apt))).encode())[:40]
+    def digest(self, lock: Lock, python: str | None) -> str:
+        """The environment's name: a hash of everything that it is built from.
+
+        `python` is the path of the host's own interpreter: hosts that share a cache may have it at different places.
+        """
+        own = [python] if python else []
+        return name_of("\0".join((_LAYOUT, lock.digest, *sorted(self.image.apt), *own)).encode())[:40]
 
     def meet(self, host: Host, target: Target | None) -> None:
         """Records a host's target; None: the host does not take part, or no more."""

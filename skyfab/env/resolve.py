@@ -39,8 +39,13 @@ class LockError(UsageError):
 
 
 def clean(text: str) -> str:
-    """TOML text without user and password in the URLs of its strings."""
-    return _STRING.sub(lambda found: re.sub(r"(?<=://)[^/\s]*@", "", found[0]), text)
+    """TOML text without user and password in the URLs of its strings; the user of an ssh URL remains."""
+    return _STRING.sub(lambda found: _without_login(found[0]), text)
+
+
+def _without_login(text: str) -> str:
+    text = re.sub(r"(?<=ssh://)([^/\s:@]*):[^/\s]*@", r"\1@", text)
+    return re.sub(r"(?<=://)(?<!ssh://)[^/\s]*@", "", text)
 
 
 _STRING = re.compile(r'"(?:\\.|[^"\\\n])*"' + r"|'[^'\n]*'")
@@ -143,7 +148,7 @@ class Request:
         parts = [_FORMAT, pip, scopes, uv.platform_of(target), target.python, target.driver, target.rocm, self.torch]
         pins = self.pins
         parts += [pins.constraints, pins.hashes, *pins.allowed, *map(_stamp, (*pip, *pins.constraints))]
-        return uv.sum_of(json.dumps([*parts, uv.version(), sorted(said.items()), _uv_settings(environ)]))
+        return uv.sum_of(json.dumps([*parts, uv.version(), sorted(said.items()), _files(environ)]))
 
 
 class Resolver:
@@ -398,8 +403,12 @@ def _place(url: str) -> str:
     return folder.absolute().as_uri()
 
 
-def _uv_settings(environ: Mapping[str, str]) -> list[str]:
-    """Digests of uv's own configuration files, which may name indexes."""
+def _files(environ: Mapping[str, str]) -> list[str]:
+    """Digests of files that change uv's result: its configuration, which may name indexes, and limits of versions."""
     config = environ.get("XDG_CONFIG_HOME") or f"{environ.get('HOME', '')}/.config"
-    files = [environ.get("UV_CONFIG_FILE", ""), f"{config}/uv/uv.toml", "/etc/uv/uv.toml"]
+    folders = (environ.get("XDG_CONFIG_DIRS") or "/etc/xdg").split(os.pathsep)
+    system = [f"{folder}/uv/uv.toml" for folder in folders]
+    files = [environ.get("UV_CONFIG_FILE", ""), f"{config}/uv/uv.toml", *system, "/etc/uv/uv.toml"]
+    for name in ("UV_CONSTRAINT", "UV_OVERRIDE", "UV_EXCLUDE"):
+        files += environ.get(name, "").split()
     return [uv.sum_of(text_of(file)) for file in files if file]

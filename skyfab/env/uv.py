@@ -28,8 +28,10 @@ from skyfab.protocol.blobs import name_of
 _GLIBC = (40, 39, 38, 37, 36, 35, 34, 33, 32, 31, 28, 17)
 """The minor versions of glibc for which uv has a platform, newest first."""
 
-_NO_SOURCE = frozenset({".git", ".venv", "__pycache__", "node_modules", "build", "dist"})
+_NO_SOURCE = frozenset({".git", ".venv", "__pycache__", "node_modules"})
 """Folders that do not belong to a package's source."""
+_RESULTS = frozenset({"build", "dist"})
+"""Folders beside pyproject.toml that do not either."""
 
 _NOISE = (
     "UV_NO_SOURCES",
@@ -340,7 +342,8 @@ def stamp(folder: Path) -> str:
 
 def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
     for place, folders, files in os.walk(folder):
-        folders[:] = [name for name in folders if name not in _NO_SOURCE and not name.endswith(".egg-info")]
+        skipped = _NO_SOURCE | _RESULTS if Path(place) == folder else _NO_SOURCE
+        folders[:] = [name for name in folders if name not in skipped and not name.endswith(".egg-info")]
         for name in files:
             path = Path(place, name)
             try:

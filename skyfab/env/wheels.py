@@ -9,7 +9,7 @@ import ssl
 import threading
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -93,13 +93,13 @@ def _markers(target: Target) -> dict[str, str]:
     }
 
 
-def applies(marker: str, target: Target) -> bool:
-    """Evaluates a marker for a target; an image has no extras or dependency groups. Raises InvalidMarker."""
+def applies(marker: str, target: Target, groups: Set[str] = frozenset()) -> bool:
+    """Evaluates a marker for a target and dependency groups; an image has no extras. Raises InvalidMarker."""
     if not marker:
         return True
     try:
         return Marker(marker).evaluate(
-            {**_markers(target), "extras": set(), "dependency_groups": set()}, context="lock_file"
+            {**_markers(target), "extras": set(), "dependency_groups": groups}, context="lock_file"
         )
     except UndefinedEnvironmentName:
         return False

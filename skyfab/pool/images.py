@@ -86,6 +86,8 @@ class HostImages:
         if own and host.is_here:
             return sys.executable, None
         prepare = functools.partial(preparation.prepare, host, session=session, report=report)
+        if image.apt:  # an environment does not show whether its machine has the Debian packages
+            return "none", prepare
         return preparation.guess(host), prepare
 
     def settled(self, host: Host) -> None:

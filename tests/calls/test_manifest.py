@@ -36,6 +36,14 @@ def project(folder: Path, *dependencies: str, more: str = "") -> Path:
     return write(folder / "pyproject.toml", f'[project]\nname = "my-app"\ndependencies = [{listed}]\n{more}')
 
 
+MEMBER = 'editable = "member"'
+
+
+def locked(name: str, source: str = 'registry = "https://index.example/simple"') -> str:
+    """A package in a uv.lock."""
+    return f'[[package]]\nname = "{name}"\nsource = {{ {source} }}\n'
+
+
 def test_the_block_of_a_script_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     project(tmp_path, "pandas")
@@ -53,6 +61,15 @@ def test_a_script_may_have_a_lock_of_its_own(tmp_path: Path) -> None:
     image = Image.of_project(script)
     assert image.lock == str(lock)
     assert not image.is_exact
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xef\xbb\xbf# ///" + SCRIPT.partition("# ///")[2].encode(), SCRIPT.encode() + b"# \xe9"]
+)
+def test_a_block_is_read_whatever_the_encoding_of_the_script(tmp_path: Path, content: bytes) -> None:
+    script = tmp_path / "train.py"
+    script.write_bytes(content)
+    assert Image.of_project(script).pip == ("numpy>=2", "rich")
 
 
 @pytest.mark.parametrize(
@@ -110,12 +127,41 @@ def test_dependencies_that_only_a_build_backend_knows_are_an_error(tmp_path: Pat
 
 def test_a_lock_above_the_project_is_that_of_its_workspace(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
-    lock = write(tmp_path / "uv.lock", "version = 1\n")
+    lock = write(tmp_path / "uv.lock", locked("other", source='virtual = "."') + locked("my-app", source=MEMBER))
     project(tmp_path / "member", "numpy")
     found = find(tmp_path / "member")
     assert found is not None
     assert Image.of_manifest(found) == Image(pip=["numpy"], lock=str(lock))
     assert found.source.endswith("pyproject.toml with uv.lock")
+
+
+def test_a_lock_above_a_project_that_is_no_member_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    write(tmp_path / "uv.lock", locked("my-app", source=MEMBER))
+    project(tmp_path / "exp", "mylib", more='[tool.uv.sources]\nmylib = { path = "../lib" }\n')
+    assert Image.of_project(tmp_path / "exp") == Image(pip=[f"mylib @ {(tmp_path / 'lib').as_uri()}"])
+
+
+def test_a_lock_without_a_package_that_has_a_source_is_out_of_date(tmp_path: Path) -> None:
+    """The package of that name in an index is another one."""
+    more = '[tool.uv.sources]\nMy_Lib = { path = "lib" }\n'
+    project(tmp_path, "numpy", "my-lib", "old-lib ; python_version < '3'", more=f'{more}old-lib = {{ path = "old" }}\n')
+    lock = write(tmp_path / "uv.lock", locked("numpy"))
+    with pytest.raises(sky.UsageError, match=r"uv\.lock is out of date: .*pyproject\.toml has .* my-lib,") as raised:
+        Image.of_project(tmp_path)
+    assert raised.value.hint == "uv lock"
+    write(lock, locked("numpy") + locked("my-lib"))
+    assert Image.of_project(tmp_path).lock == str(lock)
+
+
+def test_a_scripts_lock_may_be_out_of_date_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    sources = '# [tool.uv.sources]\n# rich = { path = "lib" }\n# ///\nimport'
+    script = write(tmp_path / "train.py", SCRIPT.replace("# ///\nimport", sources))
+    write(tmp_path / "train.py.lock", locked("numpy"))
+    with pytest.raises(sky.UsageError, match=r"train\.py\.lock is out of date") as raised:
+        find(script)
+    assert raised.value.hint == "uv lock --script train.py"
 
 
 def test_sources_of_uv_are_translated(tmp_path: Path) -> None:
@@ -155,7 +201,7 @@ def test_what_only_a_lock_can_say_is_refused_without_one(tmp_path: Path, more: s
     with pytest.raises(sky.UsageError, match=said) as raised:
         Image.of_project(tmp_path)
     assert raised.value.hint == "uv lock"
-    write(tmp_path / "uv.lock", "version = 1\n")
+    write(tmp_path / "uv.lock", locked("one"))
     assert Image.of_project(tmp_path).pip == ("one",)
 
 
@@ -171,6 +217,20 @@ def test_a_file_of_requirements(tmp_path: Path) -> None:
     write(tmp_path / "requirements.txt", "--extra-index-url https://e.example\nnumpy\n")
     with pytest.raises(sky.UsageError, match="only requirements are supported, not '--extra-index-url"):
         Image.of_project(tmp_path)
+
+
+def test_a_comment_does_not_continue_in_the_next_line(tmp_path: Path) -> None:
+    write(tmp_path / "requirements.txt", "# the next line counts \\\nnumpy\nrich  # this too \\\npandas\n")
+    assert Image.of_project(tmp_path).pip == ("numpy", "rich", "pandas")
+
+
+def test_a_file_of_requirements_that_includes_itself(tmp_path: Path) -> None:
+    write(tmp_path / "more" / "base.txt", "-r ../requirements.txt\n")
+    write(tmp_path / "other.txt", "rich\n")
+    write(tmp_path / "requirements.txt", "-r other.txt\n-r other.txt\n-r more/base.txt\n")
+    with pytest.raises(sky.UsageError, match=r"requirements\.txt: it includes itself") as raised:
+        Image.of_project(tmp_path)
+    assert raised.value.hint == "remove the -r that leads back to it"
 
 
 def test_the_current_folder_is_meant_without_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

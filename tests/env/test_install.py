@@ -21,7 +21,7 @@ from skyfab._util.scripts import given, read
 from skyfab.calls.image import Image
 from skyfab.env import install
 from skyfab.env.facts import Facts, Program, Target
-from skyfab.env.install import Installation, Package, enter, missing, push, unfit
+from skyfab.env.install import Installation, Package, enter, install_apt, missing, push, unfit
 from skyfab.env.lock import Lock
 from skyfab.env.wheels import Wheel, fetch
 from skyfab.errors import HostUnfit
@@ -315,27 +315,48 @@ def test_other_failures_are_not_tried_again(host: Host, build: Build) -> None:
 # ---- Debian packages
 
 
-def test_debian_packages_come_before_the_environment(host: Host, report: Report, build: Build) -> None:
-    build(image=Image(pip=("app", "own"), apt=("git", "g++")))
-    assert host.names()[-2:] == ["apt", "build"]
-    assert host.ran[-2][2] == ["git", "g++"]
-    assert report.steps == ["installing apt packages", "installing"]
+def dpkg(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two Debian packages are installed, of the third only the configuration is left; others are not known."""
+    program = folder / "bin" / "dpkg-query"
+    program.parent.mkdir()
+    program.write_text(
+        "#!/bin/sh\nfor p; do :; done\ncase $p in git|libfoo:amd64) printf 'install ok installed 1:2.3-1';;\n"
+        "vim) printf 'deinstall ok config-files 1';; *) exit 1;; esac\n"
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{program.parent}:/nowhere")
+
+
+@pytest.mark.parametrize(
+    ("packages", "missing"),
+    [
+        (("git", "libfoo:amd64", "git=1:2.3-1", "git=1:2.*"), ""),
+        (("git=9.9", "git=2.3-1", "git=1:2.3", "git"), "git=9.9 git=2.3-1 git=1:2.3"),
+        (("vim", "vim=1", "g++"), "vim vim=1 g++"),
+    ],
+)
+def test_a_debian_package_must_have_the_version(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, packages: tuple[str, ...], missing: str
+) -> None:
+    dpkg(tmp_path, monkeypatch)
+    done = subprocess.run(["/bin/sh", "-c", given(*packages) + read("env/apt.sh")], capture_output=True, text=True)
+    assert (done.stdout.strip(), done.returncode) == (missing, 3 if missing else 0)
 
 
 @pytest.mark.parametrize(
     ("status", "why"), [(3, "the host has no apt-get"), (4, "its user is not allowed to install packages")]
 )
-def test_debian_packages_that_cannot_be_installed(host: Host, build: Build, status: int, why: str) -> None:
+def test_debian_packages_that_cannot_be_installed(host: Host, status: int, why: str) -> None:
     host.fails["apt"] = [ScriptFailed(status, "git g++\n"), ScriptFailed(1, "broken")]
     with pytest.raises(HostUnfit) as raised:
-        build(image=Image(apt=("git", "g++", "vim")))
+        install_apt(host, ("git", "g++", "vim"))  # type: ignore[arg-type]
     assert raised.value.message == f"missing apt packages: git, g++ ({why})"
     assert raised.value.hint == "ask an administrator: sudo apt-get install git g++"
     with pytest.raises(ScriptFailed):
-        build(image=Image(apt=("git",)))
+        install_apt(host, ("git",))  # type: ignore[arg-type]
     host.fails["apt"] = [ScriptFailed(status, "git -y;reboot\n")]
     with pytest.raises(HostUnfit) as raised:
-        build(image=Image(apt=("git", "vim")))
+        install_apt(host, ("git", "vim"))  # type: ignore[arg-type]
     assert raised.value.hint == "ask an administrator: sudo apt-get install git"
 
 

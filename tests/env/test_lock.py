@@ -24,7 +24,7 @@ from skyfab.calls.image import Image, PipIndex
 from skyfab.env import tools, uv
 from skyfab.env.facts import Target
 from skyfab.env.lock import Lock, known_lock, make_lock, read_lock
-from skyfab.env.resolve import LockError
+from skyfab.env.resolve import LockError, clean
 from skyfab.env.wheels import fetch
 from skyfab.errors import UsageError
 
@@ -501,6 +501,30 @@ def test_other_inputs_are_another_lock(index: Index, counted: Counted, monkeypat
     assert counted.resolutions == 6
 
 
+@pytest.mark.parametrize("name", ["UV_CONSTRAINT", "UV_OVERRIDE"])
+def test_another_content_of_a_file_with_limits_is_another_lock(
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    index.add("app", "1.0")
+    index.add("app", "2.0")
+    limits = tmp_path / "limits.txt"
+    monkeypatch.setenv(name, str(limits))
+    for version in ("2.0", "1.0"):
+        limits.write_text(f"app=={version}\n")
+        assert chosen(lock_of("app")) == {"app": version}
+
+
+def test_the_uv_toml_of_a_machine_is_read(index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    index.add("app", "1.0")
+    index.add("app", "2.0b1")
+    settings = tmp_path / "etc" / "uv" / "uv.toml"
+    settings.parent.mkdir(parents=True)
+    monkeypatch.setenv("XDG_CONFIG_DIRS", f"/nowhere{os.pathsep}{tmp_path / 'etc'}")
+    assert chosen(lock_of("app")) == {"app": "1.0"}
+    settings.write_text('prerelease = "allow"\n')
+    assert chosen(lock_of("app")) == {"app": "2.0b1"}
+
+
 @pytest.mark.parametrize("damage", ["", "# x\n", "cut", "\udcff"])
 def test_a_damaged_lock_is_made_again(index: Index, counted: Counted, damage: str) -> None:
     index.add("app", "1.0")
@@ -762,6 +786,14 @@ def test_a_lock_of_ones_own_is_used_as_it_is(mine: Path, counted: Counted) -> No
     assert not counted.notes.exists()
 
 
+def test_a_lock_of_ones_own_may_have_default_groups(mine: Path) -> None:
+    text = mine.read_text().replace("sys_platform == 'win32'", "'train' in dependency_groups")
+    mine.write_text(text.replace("sdist = ", "archive = ").replace(".tar.gz", TAG))
+    assert [wheel.package for wheel in read_lock(mine, HOST).wheels] == ["native"]
+    mine.write_text(f'default-groups = ["train"]\n{mine.read_text()}')
+    assert [wheel.package for wheel in read_lock(mine, HOST).wheels] == ["native", "winonly"]
+
+
 def test_a_lock_of_ones_own_without_a_wheel_for_the_host(mine: Path) -> None:
     with pytest.raises(LockError, match=r"/pylock\.toml: native 1\.0 has no wheel for Python 3\.11 on Linux aarch64"):
         read_lock(mine, replace(HOST, arch="aarch64"))
@@ -781,6 +813,20 @@ def test_passwords_in_a_lock_of_ones_own_stay_here(tmp_path: Path, quote: str, s
     assert "ada" not in lock.text
     assert secret not in lock.text
     assert f"ada:{secret}@" in lock.wheels[0].url, "it is fetched from here"
+
+
+@pytest.mark.parametrize(
+    ("url", "kept"),
+    [
+        ("ssh://git@git.example/x", "ssh://git@git.example/x"),
+        ("git+ssh://git:p@w@git.example:22/x@main", "git+ssh://git@git.example:22/x@main"),
+        ("https://git@git.example/x@main", "https://git.example/x@main"),
+        ("git+https://ada:p@w@git.example/x", "git+https://git.example/x"),
+    ],
+)
+def test_of_logins_only_the_user_of_ssh_is_kept(url: str, kept: str) -> None:
+    """git would use the name of this machine's user."""
+    assert clean(f'vcs = {{ url = "{url}" }}') == f'vcs = {{ url = "{kept}" }}'
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import pytest
 from stage.index import Index
 
 import skyfab as sky
+from skyfab._util.scripts import given, read
 from skyfab.calls.image import Image
 from skyfab.env import facts_cache, install, lock, prepare
 from skyfab.env.facts import Facts, Program, Target
@@ -44,15 +45,18 @@ def test_the_environment_that_a_host_should_have_is_asked_for_first(index: Index
     assert preparation.guess(HOST) == "none", "it may be another machine by now"
     store(FACTS)
     assert preparation.guess(HOST) == "none", "there is no lock"
-    digest = preparation.digest(lock.make_lock(PACKED, TARGET))
+    digest = preparation.digest(lock.make_lock(PACKED, TARGET), None)
     assert preparation.guess(HOST) == f"env/{digest}/b1"
     assert len(digest) == 40
+    store(Facts(**{**fields(FACTS), "pythons": (python("/opt/bin/python3.11", "3.11.2"),)}))
+    digest = preparation.digest(lock.make_lock(PACKED, TARGET), "/opt/bin/python3.11")
+    assert preparation.guess(HOST) == f"env/{digest}/b1"
 
 
-def store(facts: Facts) -> None:
+def store(facts: Facts, host: sky.Host = HOST) -> None:
     import dataclasses
 
-    facts_cache.store(HOST, "hosts", dataclasses.asdict(facts))
+    facts_cache.store(host, "hosts", dataclasses.asdict(facts))
 
 
 def test_facts_are_kept_for_each_login_and_cache() -> None:
@@ -98,6 +102,11 @@ class Shell:
         self.facts = facts
         self.has = has
         self.went: list[str] = []
+        self.ran: list[str] = []
+
+    def run(self, script: str) -> str:
+        self.ran.append(script)
+        return ""
 
     def go(self, python: str, *, provided: str = "true") -> str:
         self.went.append(python)
@@ -176,17 +185,40 @@ def test_an_environment_is_built_once(index: Index, built: list[Any]) -> None:
     assert prepared(preparation, shell)[0] == "ready" and len(built) == 1
 
 
+def test_debian_packages_are_looked_for_although_the_environment_is_there(built: list[Any]) -> None:
+    """Another machine may have built it in a home folder that both share, or this container is a new one."""
+    shell = Shell(FACTS, has=True)
+    preparation = Preparation(Image(apt=("git", "g++")), [HOST], "3.11")
+    assert prepared(preparation, shell) == ("ready", ["probing", "resolving", "installing apt packages"])
+    (script,) = shell.ran
+    assert script == given("git", "g++") + read("env/apt.sh")
+    assert built == []
+
+
 def test_the_name_of_an_environment_is_that_of_all_it_is_built_from(index: Index) -> None:
     index.add("app", "1.0")
     index.add("other", "1.0")
 
-    def digest(**options: Any) -> str:
+    def digest(python: str | None = None, **options: Any) -> str:
         image = Image(**options)
-        return Preparation(image, [HOST], "3.11").digest(lock.make_lock(image, TARGET))
+        return Preparation(image, [HOST], "3.11").digest(lock.make_lock(image, TARGET), python)
 
     assert digest(pip=("app",), apt=("a", "b")) == digest(pip=("app",), apt=("b", "a"))
     images: list[dict[str, Any]] = [{"pip": ("app",)}, {"pip": ("other",)}, {"pip": ("app",), "apt": ("a",)}]
-    assert len({digest(**image) for image in images}) == 3
+    images += [{"pip": ("app",), "python": path} for path in ("/usr/bin/python3.11", "/opt/bin/python3.11")]
+    assert len({digest(**image) for image in images}) == 5
+
+
+def test_hosts_with_one_cache_and_other_interpreters_have_environments_of_their_own(
+    index: Index, built: list[Any]
+) -> None:
+    """A build deletes what another host uses if the interpreter's path does not exist on its own host."""
+    index.add("app", "1.0")
+    preparation = Preparation(PACKED, [HOST, OTHER], "3.11")
+    for host, path in ((HOST, "/usr/bin/python3.11"), (OTHER, "/opt/bin/python3.11")):
+        facts = Facts(**{**fields(FACTS), "pythons": (python(path, "3.11.2"),)})
+        prepared(preparation, Shell(facts), host)
+    assert len({digest for digest, _ in built}) == 2
 
 
 def test_a_disk_without_programs(built: list[Any]) -> None:
@@ -237,6 +269,26 @@ def test_a_pool_waits_for_all_its_hosts_before_it_resolves(built: list[Any], mon
     absent.meet(OTHER, None)
     prepared(absent, Shell(FACTS))
     assert together[-1] == [TARGET]
+
+
+def test_torch_of_a_host_that_was_used_alone_is_not_that_of_a_pool(index: Index) -> None:
+    """A host that is used alone gets the newest torch for it, and keeps that environment."""
+    for arch, version in (("x86_64", "2.14.0"), ("x86_64", "2.13.0"), ("aarch64", "2.13.0")):
+        index.add("torch", f"{version}+cpu", tag=f"cp311-cp311-manylinux_2_28_{arch}")
+    image = Image(pip=("torch",))
+    other = Facts(**{**fields(FACTS), "arch": "aarch64"})
+    together = sorted([TARGET, Target.of(other, "3.11")], key=repr)
+    assert [lock.make_lock(image, target).torch for target in together] == ["2.13.0", "2.14.0"]
+    store(FACTS)
+    preparation = Preparation(image, [HOST, OTHER], "3.11")
+    assert preparation.guess(HOST) == "none", "nothing is known about the other host"
+    assert Preparation(image, [HOST], "3.11").guess(HOST) != "none"
+    store(other, OTHER)
+    preparation = Preparation(image, [HOST, OTHER], "3.11")
+    assert preparation.guess(HOST) == "none", "there is no lock for both hosts"
+    common = lock.make_lock(image, TARGET, together=together)
+    assert common.torch == "2.13.0"
+    assert preparation.guess(HOST) == f"env/{preparation.digest(common, None)}/b1"
 
 
 # ---- images that are wrong

@@ -242,4 +242,7 @@ def test_a_stamp_changes_with_what_belongs_to_the_source(tmp_path: Path) -> None
     os.utime(tmp_path / "pkg" / "a.py", (5, 5))
     second = uv.stamp(tmp_path)
     (tmp_path / "pkg" / "b.py").touch()
-    assert len({first, second, uv.stamp(tmp_path)}) == 3
+    third = uv.stamp(tmp_path)
+    (tmp_path / "pkg" / "build").mkdir()
+    (tmp_path / "pkg" / "build" / "c.py").touch()
+    assert len({first, second, third, uv.stamp(tmp_path)}) == 4

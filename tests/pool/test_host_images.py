@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 import skyfab as sky
+from skyfab.env.prepare import Preparation
 from skyfab.pool.images import HostImages, Progress
 from skyfab.session.bootstrap import local_python
 from skyfab.ui.events import Event, Events, HostState, Moved, Notice
@@ -73,6 +74,12 @@ def test_a_named_interpreter_is_used_as_it_is() -> None:
     assert interpreter(named, sky.Image()) == ("/opt/python", False)
     assert interpreter(named, sky.Image(python="/usr/bin/python3")) == ("/usr/bin/python3", False)
     assert interpreter(named, sky.Image(pip=["a"]))[1], "packages go into an environment"
+
+
+def test_debian_packages_are_looked_for_before_an_environment_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Preparation, "guess", lambda self, host: "env/digest/boot")
+    assert interpreter(HOSTS[0], sky.Image(pip=["a"])) == ("env/digest/boot", True)
+    assert interpreter(HOSTS[0], sky.Image(pip=["a"], apt=["git"])) == ("none", True)
 
 
 def test_variables_of_the_pool_come_before_those_of_the_image_and_of_the_host() -> None:

@@ -650,7 +650,7 @@ def test_a_host_that_is_down_does_not_keep_the_others(
 def test_names_of_a_hostile_host_do_not_control_the_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    said = {"removed": {"files": [1, 5]}, "folders": [["\x1b[2Jjob\u202e", 5]], "left": ""}
+    said: dict[str, object] = {"removed": {"files": [1, 5]}, "folders": [["\x1b[2Jjob\u202e", 5]], "left": ""}
     said |= {"kept_uv": False, "kept_models": False}
     monkeypatch.setattr(Asker, "ask_one", lambda _, asked, host: asked.parse(host, iter([Reply(said, b"")])))
     (tmp_path / "inventory.toml").write_text("[hosts.node1]\n")

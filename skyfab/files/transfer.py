@@ -186,7 +186,8 @@ class Transfer:
         wanted = self._compare()
         self._total = sum(self._size(number) for number, _ in wanted)
         self._fits = fits
-        self._need(sum(self._size(number) - there for number, there in wanted))
+        self._needed = sum(self._size(number) - there for number, there in wanted)
+        fits(self._needed)
         self._progress(0, self._total)
         numbers = relay([number for number, _ in wanted])
         if not self._in_order:
@@ -198,10 +199,11 @@ class Transfer:
         self._target.ask("finish").result()
         self._progress(self._total, self._total)
 
-    def _need(self, size: int) -> None:
-        """The target needs that many bytes more; raises if they do not fit."""
-        self._needed += size
-        self._fits(self._needed)
+    def _grow(self, size: int) -> None:
+        """Files have that many bytes more than when they were listed. Raises if they do not fit."""
+        if size > 0:
+            self._needed += size
+            self._fits(self._needed)
 
     def listed(self, number: int) -> tuple[int, int]:
         """The size and time of a file."""
@@ -301,7 +303,7 @@ class Transfer:
         size, time = check("reopen", self._source.ask("reopen", number))
         if size == GONE:
             return False
-        self._need(max(0, size - self._size(number)))
+        self._grow(size - self._size(number))
         self.rows[number][2] = size
         self._target.ask("resize", number, size, time).result()
         return True
@@ -353,7 +355,7 @@ class Transfer:
     def _pass_pack(self, numbers: list[int], most: int, found: list[list[int]], data: Any) -> None:
         if [number for number, _, _ in found] != numbers or len(data) > most:
             raise ProtocolError("files that were not requested")
-        self._need(max(0, len(data) - sum(map(self._size, numbers))))
+        self._grow(len(data) - sum(map(self._size, numbers)))
         for number, size, _ in found:
             if size == GONE:
                 self.report.note(self.rows[number][0], CHANGED)

@@ -15,7 +15,8 @@ from skyfab.errors import HostUnfit, UsageError
 if TYPE_CHECKING:
     import torch
 
-    from skyfab.device.stream import DeviceStream, HostLink
+    from skyfab.device.host_link import HostLink
+    from skyfab.device.stream import DeviceStream
 
 T = TypeVar("T")
 _registering: Final = threading.Lock()

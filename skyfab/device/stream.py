@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
 from skyfab.device.batches import Batch, Entry, Then, current, observers, report_skipped
@@ -27,6 +27,8 @@ from skyfab.protocol import codec
 
 if TYPE_CHECKING:
     import torch
+
+    from skyfab.device.host_link import HostLink
 
 ACCELERATE: Final = "ACCELERATE_TORCH_DEVICE"
 """The variable that names the device of Accelerate and of transformers' Trainer: they find a few types only."""
@@ -43,32 +45,6 @@ _INTERVAL: Final = 0.003
 _IDLE_INTERVAL: Final = 0.05
 _IDLE_AFTER: Final = 1.0
 """Seconds between two flushes: while there are instructions, and after `_IDLE_AFTER` seconds without any."""
-
-
-class HostLink(Protocol):
-    """The host of a device, as its stream sees it."""
-
-    @property
-    def name(self) -> str:
-        """The host's name."""
-
-    def addresses_for(self, other: Any) -> Sequence[str]:
-        """Addresses at which the host of another device may reach this one; the likeliest first."""
-
-    def notice(self, text: str) -> None:
-        """Shows the user a warning about the host."""
-
-    def send(self, payload: codec.Payload, batch: Batch) -> None:
-        """Sends a batch; its `answered` or `failed` is called once. Raises HostLost."""
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        """Reads until `done()`, or the connection has ended."""
-
-    def is_alive(self) -> bool:
-        """Whether the worker still is the process that has the tensors."""
-
-    def close(self) -> None:
-        """Ends the worker."""
 
 
 class DeviceStream:
@@ -141,9 +117,9 @@ class DeviceStream:
     def flush(self) -> Batch | None:
         """Sends what has been emitted. Waits if too much is under way; raises the error of an earlier instruction."""
         SIGNAL_GUARD.wrap()
+        self._wait_for_room()
         with SIGNAL_GUARD, self._lock:
             self._raise()
-            self._wait_for_room()
             return self._send()
 
     def flush_if_idle(self) -> None:
@@ -176,10 +152,10 @@ class DeviceStream:
         If nothing waits for the reply, `then` is called with it, or the error, on the thread that reads.
         """
         SIGNAL_GUARD.wrap()
+        if then is not None:
+            self._wait_for_room()
         with SIGNAL_GUARD, self._lock:
             self._raise()
-            if then is not None:
-                self._wait_for_room()
             if uploads:
                 first = len(self._uploads)
                 instruction = [*instruction, *range(first, first + len(uploads))]
@@ -199,8 +175,10 @@ class DeviceStream:
 
     def send_between(self, send: Callable[[], None]) -> None:
         """Sends what has been emitted, then something else to the same worker. Raises the error of an earlier one."""
+        self._wait_for_room()
         with SIGNAL_GUARD, self._lock:
-            self.flush()
+            self._raise()
+            self._send()
             send()
 
     @property
@@ -236,10 +214,14 @@ class DeviceStream:
             observer.waited(site, time.perf_counter() - begin)
 
     def _wait_for_room(self) -> None:
-        while len(self._ahead) >= _MOST_AHEAD or self._bytes > _MOST_BYTES:
-            first = self._ahead[0]
-            self.wait(functools.partial(self._is_over, first), find_call_site())
-            self._raise()
+        """Waits while too much is under way. Without the lock: callbacks on the thread that reads need it meanwhile."""
+        if not self._has_room() and self.link.may_wait():
+            self.wait(self._has_room, find_call_site())
+
+    def _has_room(self) -> bool:
+        """Also where there is an error to raise."""
+        is_full = len(self._ahead) >= _MOST_AHEAD or self._bytes > _MOST_BYTES
+        return not is_full or self.earlier_error is not None
 
     def _is_over(self, batch: Batch) -> bool:
         return batch.done or self._lost is not None

@@ -41,6 +41,8 @@ class Node:
         self.open: list[Batch] = []
         self.waits = 0
         self.is_gone = False
+        self.is_reading = False
+        """A callback is running."""
 
     def send(self, payload: codec.Payload, batch: Batch) -> None:
         if self.is_gone:
@@ -68,6 +70,9 @@ class Node:
 
     def notice(self, text: str) -> None:
         pass
+
+    def may_wait(self) -> bool:
+        return not self.is_reading
 
     def is_alive(self) -> bool:
         return True
@@ -201,6 +206,33 @@ def test_a_program_that_uploads_faster_than_the_network_waits(stream: DeviceStre
         node.wait(lambda: False)
         stream._uploads.clear()
         node.batches.clear()
+
+
+def test_a_callback_uses_the_device_while_the_program_waits_for_room(stream: DeviceStream, node: Node) -> None:
+    def callback(batch: Batch, error: Exception | None) -> None:
+        node.is_reading = True
+        for number in range(BATCH):
+            emit(stream, number)
+        stream.upload([wire.UPLOAD, 5], memoryview(b"data"))
+        stream.start([wire.SYNC], then=lambda batch, error: None)
+        stream.check()
+        node.is_reading = False
+
+    def wait(done: Callable[[], bool]) -> None:
+        reader = threading.Thread(target=node.reply, daemon=True)
+        reader.start()
+        reader.join(10)
+        assert not reader.is_alive(), "the callback waits for the program, which waits for the callback"
+
+    node.wait = wait  # type: ignore[method-assign]
+    stream.start([wire.SYNC], then=callback)
+    for _ in range(31):
+        stream.start([wire.SYNC])
+    emit(stream, "later")
+    stream.flush()
+    found = [one for batch in node.sent[32:] for one in batch]
+    assert [one[0] for one in found].count(OPERATION) == BATCH + 1
+    assert [wire.SYNC] in found
 
 
 def test_asking_sends_what_was_emitted_before_and_waits_for_the_reply(stream: DeviceStream, node: Node) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -303,6 +304,47 @@ def test_a_remote_module_with_shared_weights_that_gets_one_more(device: Any) -> 
         module.second.weight = torch.nn.Parameter(module.first.weight.detach() * 2)
     torch.testing.assert_close(remote(x.to(device)).cpu(), expected(x))
     assert tied.count.item() == 2
+
+
+class _Parts(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(3, 3, bias=False) for _ in range(3))
+        self.act = nn.Tanh()
+        self.number: Any = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = {int: 0, float: 1, bool: 2}[type(self.number)]
+        return self.third(self.second(self.first(self.act(x)))) + kind + math.copysign(1, self.number)
+
+
+def _other_sharing(module: Any) -> None:
+    module.third.weight, module.first.weight = module.second.weight, nn.Parameter(module.first.weight * 2)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a part of another type": lambda module: setattr(module, "act", nn.Sigmoid()),
+    "a float": lambda module: setattr(module, "number", 2.0),
+    "a bool": lambda module: setattr(module, "number", True),
+    "zero": lambda module: setattr(module, "number", 0.0),
+    "negative zero": lambda module: setattr(module, "number", -0.0),
+    "a hook": lambda module: module.act.register_forward_hook(lambda part, args, out: out * 2),
+    "a hook before": lambda module: module.act.register_forward_pre_hook(lambda part, args: (args[0] * 3,)),
+    "shared parts": lambda module: setattr(module, "third", module.second),
+    "shared weights": lambda module: setattr(module.third, "weight", module.first.weight),
+    "other shared weights": _other_sharing,
+}
+
+
+def test_a_remote_module_that_is_changed(device: Any) -> None:
+    here = _Parts()
+    there = copy.deepcopy(here).to(device)
+    remote, x = sky.remote(there), torch.randn(2, 3)
+    for change in (None, *CHANGES):
+        for module in (here, there):
+            if change is not None:
+                CHANGES[change](module)
+        torch.testing.assert_close(remote(x.to(device)).cpu(), here(x), msg=change)
 
 
 def test_a_remote_module_needs_a_remote_device() -> None:

@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 from skyfab.device import remote_functions, tensors
 from skyfab.device.tensors import TYPE, is_remote
 from skyfab.errors import UsageError
-from skyfab.host.device import graph_host
+from skyfab.host.device import composite_host, graph_host
 
 _OURS: Final = re.compile(rf"{TYPE}(:\d+)?")
 _THERE: Final = ("inductor", "eager")
@@ -174,7 +174,7 @@ class _RemoteGraph:
 
     def __call__(self, *args: Any) -> Any:
         given = [*args, *self._lifted]
-        key = (self._on_host(), remote_functions.autocast_dtype(), *((type(given[n]), given[n]) for n in self._numbers))
+        key = (self._on_host(), remote_functions.autocast_dtype(), *(composite_host.plain(given[n]) for n in self._numbers))
         spec = self._specs.get(key) or self._specs.setdefault(key, self._spec(key, given))
         found = given[:]
         for at in self._on_cpu:
@@ -192,7 +192,7 @@ class _RemoteGraph:
         digest, autocast, *_ = key
         at = iter(range(len(given)))
         items = tuple(
-            ("plain", (type(value).__name__, value)) if number in self._numbers else ("tensor", next(at))
+            composite_host.plain(value) if number in self._numbers else ("tensor", next(at))
             for number, value in enumerate(given)
         )
         return digest, 0, ("tuple", (("tuple", items), ("dict", ()))), autocast

@@ -347,6 +347,70 @@ def test_a_remote_module_that_is_changed(device: Any) -> None:
         torch.testing.assert_close(remote(x.to(device)).cpu(), here(x), msg=change)
 
 
+class _Counting(nn.Module):  # type: ignore[misc, name-defined]
+    """Its forward puts another tensor in place of a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, more: Any = 1.0) -> torch.Tensor:
+        self.count = self.count + more
+        return self.inner(x) * self.count
+
+
+def test_a_remote_module_that_replaces_a_buffer(device: Any) -> None:
+    module = _Counting().to(device)
+    remote, x = sky.remote(module), torch.ones(1, 2, device=device)
+    first = remote(x)
+    first.sum().backward()
+    assert torch.equal((remote(x) / 2).cpu(), first.cpu())
+    assert module.count.item() == 2
+    with pytest.raises(sky.DeviceError, match="forward has replaced 'count' by something of another shape"):
+        remote(x, torch.ones(1, 2, device=device))
+    assert module.count.item() == 2
+
+
+class _Some(nn.Module):  # type: ignore[misc, name-defined]
+    """The shape of its result, or its strides, depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.arange(6.0)[: int(x.abs())].view(2, -1)
+        return found if x > 0 else found.t().contiguous().t()
+
+
+def test_a_result_whose_layout_depends_on_values(device: Any) -> None:
+    remote = sky.remote(_Some().to(device))
+    for _ in range(3):
+        assert remote(torch.tensor([4.0], device=device)).tolist() == [[0, 1], [2, 3]]
+    assert remote(torch.tensor([-4.0], device=device)).tolist() == [[0, 1], [2, 3]]
+    with pytest.raises(sky.DeviceError, match=r"float32\[2, 3\], expected float32\[2, 2\]"):
+        remote(torch.tensor([6.0], device=device)).cpu()
+
+
+class _Signs(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, number: Any) -> torch.Tensor:
+        return x * math.copysign(1, number.real) * math.copysign(2, number.imag)
+
+
+def test_zeros_with_signs_are_different_arguments(device: Any) -> None:
+    remote, x = sky.remote(_Signs().to(device)), torch.ones(1, device=device)
+    numbers = [0.0, -0.0, complex(0.0, 0.0), complex(0.0, -0.0), 0]
+    assert [remote(x, number).item() for number in numbers] == [2, -2, 2, -2, 2]
+    for number in (0.0, -0.0):
+        found = torch.linspace(number, -1.0, 2, device=device)
+        assert torch.equal(found.cpu().signbit(), torch.linspace(number, -1.0, 2).signbit())
+
+
 def test_a_remote_module_needs_a_remote_device() -> None:
     with pytest.raises(sky.UsageError, match="one remote device"):
         sky.remote(nn.Linear(2, 2))

@@ -128,7 +128,13 @@ def template(value: Any, into: list[torch.Tensor], *, is_argument: bool = True) 
     if isinstance(value, list | tuple):
         items = tuple(template(item, into, is_argument=is_argument) for item in value)
         return ("list" if isinstance(value, list) else "tuple", items)
-    return ("plain", (type(value).__name__, value))  # True, 1 and 1.0 are equal, and not the same argument
+    return plain(value)
+
+
+def plain(value: Any) -> Any:
+    """A template of a value: True, 1 and 1.0 are equal, and not the same argument, and so are 0.0 and -0.0."""
+    exact = (repr(value),) if isinstance(value, float | complex) else ()
+    return ("plain", (type(value).__name__, value, *exact))
 
 
 def fill_in(made: Any, tensors: Sequence[Any]) -> Any:
@@ -225,8 +231,24 @@ class HostModule:
         try:
             self._set(tensors)
             yield
+            self._write_back(tensors)
         finally:
             self._set([None] * len(tensors))
+
+    def _write_back(self, tensors: Sequence[Any]) -> None:
+        """Copies what the call has put in place of its buffers. Raises RuntimeError for what cannot be copied."""
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for holder, name in places:
+                found = holder.get(name)
+                if found is tensor:
+                    continue
+                if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+                    raise RuntimeError(
+                        f"forward has replaced {name!r} by something of another shape or dtype: change its elements, "
+                        "or call the module without sky.remote"
+                    )
+                with torch.no_grad():
+                    tensor.copy_(found)
 
     def _set(self, tensors: Sequence[Any]) -> None:
         for places, tensor in zip(self._places, tensors, strict=True):

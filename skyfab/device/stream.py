@@ -58,6 +58,8 @@ class DeviceStream:
         self.link = link
         self.freed: list[int] = []
         """Ids that are no longer used."""
+        self.stale: list[tuple[int, int]] = []
+        """Threads, with ids that only the instruction that the thread is building may use."""
         self.dead: list[RemoteStorage] = []
         """Storages that are gone. The garbage collector appends to it."""
         self.limit = BATCH
@@ -68,6 +70,8 @@ class DeviceStream:
         self._lock = threading.RLock()
         self._replying = threading.Lock()
         """Held only briefly, and never while waiting: protects what is noted about replies."""
+        self._stale: list[tuple[int, int]] = []
+        """Those of `stale` that were there when the last batch was sent."""
         self._ahead: deque[Batch] = deque()
         self._bytes = 0
         self._error: DeviceError | None = None
@@ -228,8 +232,12 @@ class DeviceStream:
 
     def _send(self, then: Then | None = None) -> Batch | None:
         freed = self.take_freed()  # before the buffer: what uses them is already in it
+        stale = self.stale[:]
+        del self.stale[: len(stale)]
         entries = self.buffer[:]
         del self.buffer[: len(entries)]  # other threads append meanwhile
+        freed += self._take_stale(entries)
+        self._stale += stale
         uploads, self._uploads = self._uploads, []
         size, self._size = self._size, 0
         instructions: list[Sequence[Any]] = [entry[0] for entry in entries]
@@ -263,6 +271,15 @@ class DeviceStream:
             dead, freed = self.dead[:], self.freed[:]
             del self.dead[: len(dead)], self.freed[: len(freed)]  # other threads append meanwhile
             return freed + forget(dead)
+
+    def _take_stale(self, entries: Sequence[Entry]) -> list[int]:
+        """The ids of `_stale` whose threads have emitted what they were building: it is not a view, nor a plan."""
+        if not self._stale:
+            return []
+        over = {thread for instruction, _, thread, _ in entries if instruction[0] not in (wire.VIEW, wire.PLAN)}
+        found = [ident for thread, ident in self._stale if thread in over]
+        self._stale = [one for one in self._stale if one[0] not in over]
+        return found
 
     # ---- replies
 
@@ -349,7 +366,8 @@ class DeviceStream:
 
     def memory(self) -> dict[str, int]:
         """Bytes of memory on the device: ``allocated`` by this program's tensors, ``free`` and ``total``."""
-        self.flush()  # what is no longer used is freed at the end of a batch
+        self.flush()
+        self.start([wire.SYNC])  # what is no longer used is freed at the end of a batch, stale ids at that of the next
         batch = self.ask([wire.SYNC])
         batch.value()
         found = {name: batch.document.get(name) for name in ("allocated", "free", "total", "tensors")}

@@ -138,6 +138,7 @@ def test_more_views_than_are_kept(device: Any, monkeypatch: pytest.MonkeyPatch) 
     before = sky.memory(device)["tensors"]
     for _ in range(2):
         assert torch.stack([base[number:].sum() for number in range(50)])[-1].item() == sum(range(49, 100))
+        assert torch.stack([base[number : number + 9] for number in range(50)])[:, 8].tolist() == [*range(8, 58)]
     assert sky.memory(device)["tensors"] <= before + 10
 
 

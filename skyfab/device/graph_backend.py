@@ -183,9 +183,9 @@ class _RemoteGraph:
             found[at] = found[at].detach()
         for at in reversed(self._numbers):
             del found[at]
-        results = remote_functions.call_module(self._known, key, spec, found, self._device)
-        if self._about.written:
+        if self._about.written:  # before autograd keeps the inputs: their graph on the host knows what it changes
             torch.autograd.graph.increment_version([given[at] for at in self._about.written])
+        results = remote_functions.call_module(self._known, key, spec, found, self._device)
         return [self._result(result, like) for result, like in zip(results, self._about.results, strict=True)]
 
     def _spec(self, key: Any, given: Sequence[Any]) -> Any:

@@ -212,7 +212,7 @@ def call_module(known: dict[Any, Any], key: Any, spec: Any, found: Sequence[torc
         locations = known[key][1]
         return [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in locations], handle
 
-    results = composite_ops.KeptGraph.apply(call, *found)
+    results = composite_ops.keep_graph(call, *found)
     return composite_host.fill_in(known[key][2], results)
 
 

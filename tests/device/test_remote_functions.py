@@ -6,6 +6,7 @@ import copy
 import gc
 import importlib
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -370,6 +371,40 @@ def test_a_remote_module_that_replaces_a_buffer(device: Any) -> None:
     with pytest.raises(sky.DeviceError, match="forward has replaced 'count' by something of another shape"):
         remote(x, torch.ones(1, 2, device=device))
     assert module.count.item() == 2
+
+
+def _exits(number: int) -> Iterator[int]:
+    yield number
+    sys.exit(number)
+
+
+def test_a_function_that_exits_is_an_error(device: Any) -> None:
+    x = torch.ones(2, device=device)
+    with pytest.raises(sky.DeviceError, match="SystemExit: 3"):
+        sky.run_on(device, sys.exit, 3)
+    values = sky.run_on(device, _exits, 4)
+    assert next(values) == 4
+    with pytest.raises(sky.DeviceError, match="SystemExit: 4"):
+        next(values)
+    assert x.tolist() == [1, 1]
+
+
+def test_a_module_that_changes_a_leaf_without_gradients(device: Any) -> None:
+    here = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
+    there = sky.remote(copy.deepcopy(here).to(device))
+    x = torch.randn(2, 3, requires_grad=True)
+    leaf = x.detach().to(device).requires_grad_()
+    with torch.no_grad():
+        expected = here(x)
+        for _ in range(2):
+            torch.testing.assert_close(there(leaf).cpu(), expected)
+        torch.testing.assert_close(leaf.cpu(), x)
+
+
+def test_a_tensor_of_this_machine_that_requires_a_gradient_is_refused(device: Any) -> None:
+    remote = sky.remote(nn.Linear(2, 2).to(device))
+    with pytest.raises(RuntimeError, match="expected all tensors"):
+        remote(torch.ones(2, requires_grad=True))
 
 
 class _Some(nn.Module):  # type: ignore[misc, name-defined]

@@ -116,7 +116,7 @@ def _apart(found: Sequence[torch.Tensor], others: Tensors) -> tuple[torch.Tensor
 def template(value: Any, into: list[torch.Tensor], *, is_argument: bool = True) -> Any:
     """A value with numbers instead of its tensors, which are appended to `into`. It is hashable."""
     if isinstance(value, torch.Tensor):
-        if is_argument and value.dim() == 1 and value.device.type == "cpu":
+        if is_argument and value.dim() == 1 and value.device.type == "cpu" and not value.requires_grad:
             return ("numbers", (value.dtype, tuple(value.tolist())))  # as the sizes of batches in a packed sequence
         if value.layout is torch.sparse_coo:
             parts = {"indices": value._indices(), "values": value._values()}

@@ -84,7 +84,7 @@ class Executor:
                                     tensors[ident] = tensor
                     else:
                         tensors.lose(self._outputs(instruction), self._failure)
-                except Exception as error:
+                except (Exception, SystemExit) as error:  # sys.exit() in a function must not end all tensors
                     if cuda.is_unusable(error):
                         raise  # the process ends, and the client learns that its tensors are lost
                     if self._failure is None:

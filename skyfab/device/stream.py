@@ -41,10 +41,6 @@ _MOST_AHEAD: Final = 32
 """Batches that have no reply yet. A program that is further ahead waits."""
 _MOST_BYTES: Final = 256 * 1024 * 1024
 """Bytes of uploads that have no reply yet."""
-_INTERVAL: Final = 0.003
-_IDLE_INTERVAL: Final = 0.05
-_IDLE_AFTER: Final = 1.0
-"""Seconds between two flushes: while there are instructions, and after `_IDLE_AFTER` seconds without any."""
 
 
 class DeviceStream:
@@ -245,12 +241,6 @@ class DeviceStream:
             instructions.append((wire.FREE, *freed))
         if not instructions:
             return None
-        large: list[pickle.PickleBuffer] = []
-        carried = [bytearray(part) if len(part) < codec.IN_BAND else pickle.PickleBuffer(part) for part in uploads]
-        data = pickle.dumps((self.device, instructions, *carried, None), 5, buffer_callback=large.append)
-        buffers = [part.raw() for part in large]
-        for observer in observers:
-            observer.sent(instructions, len(data) + sum(map(len, buffers)))
         batch = Batch(self, entries, size)
         batch.then = then
         with self._replying:
@@ -258,12 +248,21 @@ class DeviceStream:
             self._bytes += size
             self.limit = min(2 * self.limit, BATCH)
         try:
-            self.link.send(codec.Payload(data, buffers), batch)
+            self.link.send(self._payload(instructions, uploads), batch)
         except BaseException as error:  # also what a handler of signals raises: nothing is missing without a word
             found = error if isinstance(error, SkyfabError) else self.worker_died("sending was interrupted", entries)
             self._lose(found)
             raise
         return batch
+
+    def _payload(self, instructions: Sequence[Any], uploads: Sequence[memoryview]) -> codec.Payload:
+        large: list[pickle.PickleBuffer] = []
+        carried = [bytearray(part) if len(part) < codec.IN_BAND else pickle.PickleBuffer(part) for part in uploads]
+        data = pickle.dumps((self.device, instructions, *carried, None), 5, buffer_callback=large.append)
+        buffers = [part.raw() for part in large]
+        for observer in observers:
+            observer.sent(instructions, len(data) + sum(map(len, buffers)))
+        return codec.Payload(data, buffers)
 
     def take_freed(self) -> list[int]:
         """The ids that are no longer used, since this was called last."""
@@ -405,45 +404,3 @@ streams: Final[list[DeviceStream]] = []
 def open_streams() -> list[DeviceStream]:
     """The streams of all devices that can be used."""
     return [stream for stream in streams if not stream.is_lost]
-
-
-class _Flusher:
-    """Sends instructions that have waited for a few milliseconds, for all devices. One thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_running = False
-
-    def start(self) -> None:
-        """There is a new device."""
-        with SIGNAL_GUARD, self._lock:
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="skyfab-device", daemon=True).start()
-
-    def _next_streams(self) -> list[DeviceStream]:
-        """The devices that can be used. The thread ends if there are none."""
-        with self._lock:
-            found = open_streams()
-            self._is_running = bool(found)
-            return found
-
-    def _run(self) -> None:
-        last = time.monotonic()
-        while found := self._next_streams():
-            flushed = [stream.try_flush() for stream in found]
-            now = time.monotonic()
-            if any(flushed):
-                last = now
-            time.sleep(_INTERVAL if now - last < _IDLE_AFTER else _IDLE_INTERVAL)
-
-    def forked(self) -> None:
-        """This is a child process: it has neither the thread nor the devices."""
-        self._lock = threading.Lock()
-        self._is_running = False
-        for stream in open_streams():
-            stream.leave_to_parent()
-
-
-flusher: Final = _Flusher()
-os.register_at_fork(after_in_child=flusher.forked)

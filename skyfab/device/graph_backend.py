@@ -174,7 +174,8 @@ class _RemoteGraph:
 
     def __call__(self, *args: Any) -> Any:
         given = [*args, *self._lifted]
-        key = (self._on_host(), remote_functions.autocast_dtype(), *(composite_host.plain(given[n]) for n in self._numbers))
+        numbers = [composite_host.plain(given[at]) for at in self._numbers]
+        key = (self._on_host(), remote_functions.autocast_dtype(), *numbers)
         spec = self._specs.get(key) or self._specs.setdefault(key, self._spec(key, given))
         found = given[:]
         for at in self._on_cpu:

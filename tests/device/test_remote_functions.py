@@ -351,6 +351,8 @@ def test_a_remote_module_that_is_changed(device: Any) -> None:
 class _Counting(nn.Module):  # type: ignore[misc, name-defined]
     """Its forward puts another tensor in place of a buffer."""
 
+    count: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.inner = nn.Linear(2, 2)

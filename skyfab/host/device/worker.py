@@ -102,7 +102,7 @@ class Executor:
         else:
             self._tensors.lose(self._outputs(instruction), self._failure)
 
-    def _describe(self, error: Exception, instruction: Sequence[Any], at: int) -> dict[str, Any]:
+    def _describe(self, error: BaseException, instruction: Sequence[Any], at: int) -> dict[str, Any]:
         plan = self._plans.get(instruction[0])
         name = plan.name if plan is not None else _NAMES.get(instruction[0], "")
         if instruction[0] == wire.DYNAMIC:

@@ -194,22 +194,24 @@ def call_module(known: dict[Any, Any], key: Any, spec: Any, found: Sequence[torc
     """Calls a module that the host has (composite_host.py) with these tensors. Returns what it returns.
 
     `known` has for each kind of call, by its key: the bases of its results and the handle as meta tensors, the base of
-    each result and which view of it the result is (host_results.py), and what the module returns. The first call waits.
+    each result and which view of it the result is (host_results.py), what the module returns, and the indices of the
+    tensors that it changes in place. The first call waits.
     """
 
     def call(inputs: Sequence[torch.Tensor], wanted: Sequence[bool]) -> tuple[list[torch.Tensor], torch.Tensor]:
         args = [list(inputs), spec, wanted]
         if key in known:
-            metas, *expected = known[key]
+            metas, *expected, _ = known[key]
             *bases, handle = composite_ops.call("module", [*args, tuple(expected)], lambda: metas, device)
             tensors.streams[device.index].flush_if_idle()
         else:
-            (*bases, handle), *expected, note = composite_ops.call_first("module_first", args, device)
-            known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *expected)
+            (*bases, handle), *about, note = composite_ops.call_first("module_first", args, device)
+            known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *about)
             if note:
                 line = describe(find_call_site())
                 notice_once(device.index, str(note)[:_NOTE], f" (at {line})" if line else "")
-        locations = known[key][1]
+        _, locations, _, changed = known[key]
+        torch.autograd.graph.increment_version([inputs[at] for at in changed if not inputs[at].is_inference()])
         return [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in locations], handle
 
     results = composite_ops.keep_graph(call, *found)

@@ -409,6 +409,19 @@ def test_a_tensor_of_this_machine_that_requires_a_gradient_is_refused(device: An
         remote(torch.ones(2, requires_grad=True))
 
 
+def test_autograd_knows_what_a_remote_module_changes(device: Any) -> None:
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(2)).to(device)
+    remote, w = sky.remote(module), torch.ones(2, device=device, requires_grad=True)
+    for calls in range(1, 4):
+        x = torch.randn(3, 2, device=device)
+        product = x * w
+        remote(x).sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+        assert x.min().item() >= 0
+        assert module[1].num_batches_tracked._version >= calls
+
+
 class _Some(nn.Module):  # type: ignore[misc, name-defined]
     """The shape of its result, or its strides, depend on values."""
 

@@ -285,7 +285,7 @@ def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -
 
     Raises RuntimeError if it returns something else than the client expects, besides the values of tensors.
     """
-    bases, *found, _ = module_first(tensors, spec, wanted)
+    bases, *found, _, _ = module_first(tensors, spec, wanted)
     if repr(tuple(found)) != repr(expected):  # equal also where a number is NaN
         raise RuntimeError(
             "the module's result differs from that of its first call in numbers, structure or shared memory: call it "
@@ -294,10 +294,12 @@ def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -
     return bases
 
 
-def module_first(tensors: Sequence[Any], spec: Any, wanted: Sequence[bool]) -> tuple[Tensors, Any, Any, str]:
+def module_first(
+    tensors: Sequence[Any], spec: Any, wanted: Sequence[bool]
+) -> tuple[Tensors, Any, Any, tuple[int, ...], str]:
     """The same, with the base of each result and which view of it the result is, and what the module returned.
 
-    And a notice for the user, if there is one.
+    And the indices of the tensors that it has changed in place, and a notice for the user, if there is one.
     """
     structure: Any = None
     called = MODULES[spec[0]]
@@ -308,9 +310,16 @@ def module_first(tensors: Sequence[Any], spec: Any, wanted: Sequence[bool]) -> t
         structure = template(called.call(spec, values), results, is_argument=False)
         return tuple(results)
 
+    before = [_version(tensor) for tensor in tensors]
     *results, handle = _with_graph(function, tensors, wanted)
+    changed = tuple(at for at, tensor in enumerate(tensors) if _version(tensor) != before[at])
     bases, locations = host_results.share([host_results.plain(result) for result in results], called.device(tensors))
-    return (*bases, handle), tuple(locations), structure, getattr(called.module, "note", "")
+    return (*bases, handle), tuple(locations), structure, changed, getattr(called.module, "note", "")
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; 0 if that is not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def state_dict(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -182,7 +182,7 @@ def _composite(op: Any) -> Callable[..., Any]:
             *results, handle = call("composite", [list(inputs), spec, wanted], outputs, device)
             return results, handle
 
-        result = KeptGraph.apply(forward, *found)
+        result = keep_graph(forward, *found)
         return result if len(op._schema.returns) > 1 else result[0]
 
     return kernel
@@ -211,15 +211,20 @@ def _like_devices(op: Any, result: Any) -> Any:
     return result
 
 
-class KeptGraph(torch.autograd.Function):  # type: ignore[misc]
-    """A function of tensors whose autograd graph the host keeps.
+def keep_graph(function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
+    """Calls a function of tensors whose autograd graph the host keeps. Returns its results.
 
     It is called with the inputs, and for which of them a gradient is wanted. Returns the results, and a handle.
     """
+    return _KeptGraph.apply(function, torch.is_grad_enabled(), *inputs)
+
+
+class _KeptGraph(torch.autograd.Function):  # type: ignore[misc]
+    """Such a call, as autograd records it; without gradients under `no_grad`, which `forward` itself cannot see."""
 
     @staticmethod
-    def forward(ctx: Any, function: Callable[..., Any], *inputs: torch.Tensor) -> Any:
-        ctx.wanted = ctx.needs_input_grad[1:]
+    def forward(ctx: Any, function: Callable[..., Any], has_gradients: bool, *inputs: torch.Tensor) -> Any:
+        ctx.wanted = ctx.needs_input_grad[2:] if has_gradients else (False,) * len(inputs)
         ctx.set_materialize_grads(False)
         results, handle = function(inputs, ctx.wanted)
         ctx.save_for_backward(handle, *(t for t, is_wanted in zip(inputs, ctx.wanted, strict=True) if is_wanted))
@@ -230,7 +235,7 @@ class KeptGraph(torch.autograd.Function):  # type: ignore[misc]
         handle, *inputs = ctx.saved_tensors
         find = _differentiable_gradients if torch.is_grad_enabled() else _gradients
         found = iter(find(handle, list(grads), inputs))
-        return (None, *(next(found) if is_wanted else None for is_wanted in ctx.wanted))
+        return (None, None, *(next(found) if is_wanted else None for is_wanted in ctx.wanted))
 
 
 def _gradients(handle: torch.Tensor, grads: list[Any], inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -253,7 +258,7 @@ def _differentiable_gradients(
         *results, again = call("backward_again", arguments, outputs, handle.device, shapes)
         return results, again
 
-    found: Sequence[torch.Tensor] = KeptGraph.apply(forward, *inputs, *(grad for grad in grads if grad is not None))
+    found: Sequence[torch.Tensor] = keep_graph(forward, *inputs, *(grad for grad in grads if grad is not None))
     return found
 
 

@@ -15,7 +15,8 @@ from skyfab.errors import HostUnfit, UsageError
 if TYPE_CHECKING:
     import torch
 
-    from skyfab.device.stream import DeviceStream, HostLink
+    from skyfab.device.host_link import HostLink
+    from skyfab.device.stream import DeviceStream
 
 T = TypeVar("T")
 _registering: Final = threading.Lock()
@@ -37,7 +38,8 @@ def open_device(name: str, link: HostLink, *, run: str = "", seeded: bool = True
             "a remote device needs torch in this program's environment too", hint="pip install torch"
         ) from error
     from skyfab.device import backend, patches, plans, tensors
-    from skyfab.device.stream import ACCELERATE, DeviceStream, flusher
+    from skyfab.device.flusher import flusher
+    from skyfab.device.stream import ACCELERATE, DeviceStream
     from skyfab.host.device import wire
 
     with _registering:

@@ -19,7 +19,7 @@ from torch.fx.node import map_aggregate
 from skyfab.device import remote_functions, tensors
 from skyfab.device.tensors import TYPE, is_remote
 from skyfab.errors import UsageError
-from skyfab.host.device import graph_host
+from skyfab.host.device import composite_host, graph_host
 
 _OURS: Final = re.compile(rf"{TYPE}(:\d+)?")
 _THERE: Final = ("inductor", "eager")
@@ -174,7 +174,8 @@ class _RemoteGraph:
 
     def __call__(self, *args: Any) -> Any:
         given = [*args, *self._lifted]
-        key = (self._on_host(), remote_functions.autocast_dtype(), *((type(given[n]), given[n]) for n in self._numbers))
+        numbers = [composite_host.plain(given[at]) for at in self._numbers]
+        key = (self._on_host(), remote_functions.autocast_dtype(), *numbers)
         spec = self._specs.get(key) or self._specs.setdefault(key, self._spec(key, given))
         found = given[:]
         for at in self._on_cpu:
@@ -183,16 +184,16 @@ class _RemoteGraph:
             found[at] = found[at].detach()
         for at in reversed(self._numbers):
             del found[at]
-        results = remote_functions.call_module(self._known, key, spec, found, self._device)
-        if self._about.written:
+        if self._about.written:  # before autograd keeps the inputs: their graph on the host knows what it changes
             torch.autograd.graph.increment_version([given[at] for at in self._about.written])
+        results = remote_functions.call_module(self._known, key, spec, found, self._device)
         return [self._result(result, like) for result, like in zip(results, self._about.results, strict=True)]
 
     def _spec(self, key: Any, given: Sequence[Any]) -> Any:
         digest, autocast, *_ = key
         at = iter(range(len(given)))
         items = tuple(
-            ("plain", (type(value).__name__, value)) if number in self._numbers else ("tensor", next(at))
+            composite_host.plain(value) if number in self._numbers else ("tensor", next(at))
             for number, value in enumerate(given)
         )
         return digest, 0, ("tuple", (("tuple", items), ("dict", ()))), autocast

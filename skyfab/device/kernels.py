@@ -237,7 +237,9 @@ def _lines(kind: str, word: str, at: int, *, is_operand: bool) -> list[str]:
         ]
     if "List" in kind:
         return [f"{key} = tuple({word}) if type({word}) is list else {word}"]
-    if kind in _PARAMETERS or kind in ("int", "Optional[int]", "bool", "Optional[bool]"):
+    if kind in _PARAMETERS:
+        return [f"{key} = (type({word}), {word} or repr({word}))"]  # 0.0 and -0.0 are equal, too
+    if kind in ("int", "Optional[int]", "bool", "Optional[bool]"):
         return [f"{key} = (type({word}), {word})"]  # True and 1 are equal, and not the same argument
     return [f"{key} = {word}"]
 

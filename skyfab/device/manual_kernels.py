@@ -188,7 +188,7 @@ def snapshot(source: torch.Tensor, shape: torch.Size, dtype: torch.dtype) -> mem
     """The elements of a tensor of this machine in memory that nothing else writes to."""
     size = shape.numel() * dtype.itemsize
     if size < LARGE:
-        copy = torch.empty(shape, dtype=dtype)
+        copy = torch.empty(shape, dtype=dtype, device="cpu")
     else:  # in huge pages, which halves the time
         copy = torch.frombuffer(allocate(size), dtype=torch.uint8).view(dtype).view(shape)
     return codec.tensor_memory(copy.copy_(source))
@@ -247,7 +247,7 @@ def fetch(tensor: torch.Tensor) -> torch.Tensor:
     """A copy in this machine's memory. Waits for it."""
     tensor = tensor.detach().resolve_conj().resolve_neg()
     if not tensor.numel():
-        return torch.empty(tensor.shape, dtype=tensor.dtype)
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     return _copied(tensor, stream_of(tensor).ask([wire.FETCH, operand(tensor)[1]]))
 
 
@@ -276,7 +276,7 @@ def fetch_later(tensor: torch.Tensor) -> Future[torch.Tensor]:
 def _copied(tensor: torch.Tensor, batch: Batch) -> torch.Tensor:
     """The copy that a host sent."""
     batch.value()
-    result = torch.empty(tensor.shape, dtype=tensor.dtype)
+    result = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
     fill(result, batch.buffers)
     return result
 

@@ -40,8 +40,11 @@ def apply() -> None:
     for name in _SETTERS:
         setattr(torch, name, _sending_settings(getattr(torch, name)))
     torch.serialization.register_package(5, _location, _restored)
-    torch.UntypedStorage.clone = _cloned(torch.UntypedStorage.clone)
-    torch.UntypedStorage._new_shared = staticmethod(_unshared(torch.UntypedStorage._new_shared))
+    storage = torch.UntypedStorage
+    storage.clone = _cloned(storage.clone)
+    storage.__new__ = staticmethod(_made_there(storage.__new__))
+    storage.byteswap = _refused_there(storage.byteswap)
+    storage._new_shared = staticmethod(_unshared(storage._new_shared))
     # As on a machine without GPUs. It could not use those of this machine: their streams come from torch.accelerator,
     # which is the remote device now.
     torch.nn.DataParallel.__init__.__globals__["_get_available_device_type"] = lambda: None
@@ -60,6 +63,33 @@ def _cloned(original: Any) -> Any:
         return manual_kernels.whole(self).clone().untyped_storage() if self.device.type == TYPE else original(self)
 
     return clone
+
+
+def _made_there(original: Any) -> Any:
+    """Makes a storage on the device that is named: PyTorch has no allocator for it."""
+
+    @functools.wraps(original)
+    def new(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+        if device is None or torch.device(device).type != TYPE:
+            return original(cls, *args, **kwargs, **({} if device is None else {"device": device}))
+        size = args[0] if args else kwargs.get("size", 0)
+        if isinstance(size, int):
+            return torch.empty(size, dtype=torch.uint8, device=device).untyped_storage()
+        return torch.tensor(size, dtype=torch.uint8, device=device).untyped_storage()
+
+    return new
+
+
+def _refused_there(original: Any) -> Any:
+    """A method of storages that would read memory, which remote ones do not have in this process."""
+
+    @functools.wraps(original)
+    def method(self: torch.UntypedStorage, *args: Any) -> Any:
+        if self.device.type == TYPE:
+            raise RuntimeError(f"{original.__name__} of a storage on {self.device}: copy it with .cpu() first")
+        return original(self, *args)
+
+    return method
 
 
 def _location(storage: torch.UntypedStorage) -> str | None:

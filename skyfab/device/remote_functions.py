@@ -194,25 +194,27 @@ def call_module(known: dict[Any, Any], key: Any, spec: Any, found: Sequence[torc
     """Calls a module that the host has (composite_host.py) with these tensors. Returns what it returns.
 
     `known` has for each kind of call, by its key: the bases of its results and the handle as meta tensors, the base of
-    each result and which view of it the result is (host_results.py), and what the module returns. The first call waits.
+    each result and which view of it the result is (host_results.py), what the module returns, and the indices of the
+    tensors that it changes in place. The first call waits.
     """
 
     def call(inputs: Sequence[torch.Tensor], wanted: Sequence[bool]) -> tuple[list[torch.Tensor], torch.Tensor]:
         args = [list(inputs), spec, wanted]
         if key in known:
-            metas, *expected = known[key]
+            metas, *expected, _ = known[key]
             *bases, handle = composite_ops.call("module", [*args, tuple(expected)], lambda: metas, device)
             tensors.streams[device.index].flush_if_idle()
         else:
-            (*bases, handle), *expected, note = composite_ops.call_first("module_first", args, device)
-            known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *expected)
+            (*bases, handle), *about, note = composite_ops.call_first("module_first", args, device)
+            known[key] = ([to_meta(tensor) for tensor in (*bases, handle)], *about)
             if note:
                 line = describe(find_call_site())
                 notice_once(device.index, str(note)[:_NOTE], f" (at {line})" if line else "")
-        locations = known[key][1]
+        _, locations, _, changed = known[key]
+        torch.autograd.graph.increment_version([inputs[at] for at in changed if not inputs[at].is_inference()])
         return [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in locations], handle
 
-    results = composite_ops.KeptGraph.apply(call, *found)
+    results = composite_ops.keep_graph(call, *found)
     return composite_host.fill_in(known[key][2], results)
 
 
@@ -224,8 +226,10 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         super().__init__()
         self.module = module
         _device_of([tensor for tensor, _ in composite_host.own_tensors(module)])
-        self._digests: dict[Any, str] = {}
-        """What the host has of the module, for each state of the plain attributes of its parts, such as `training`."""
+        self._stream: DeviceStream | None = None
+        """The device of the last call: one that is opened again has nothing of the module."""
+        self._digests: dict[Any, tuple[str, Any]] = {}
+        """What the host has of the module, for each state of it; and the functions whose ids the state has."""
         self._known: dict[Any, Any] = {}
         """What is known of each kind of call."""
 
@@ -235,17 +239,21 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
         template = composite_host.template((args, kwargs), found)
         found += [tensor for tensor, _ in own]
         device = _device_of(found[-len(own) :])
-        names = tuple(tuple(name for _, name in places) for _, places in own)
-        spec = (self._on_host(device, names), len(own), template, autocast_dtype())
+        spec = (self._on_host(device, own), len(own), template, autocast_dtype())
         key = (device.index, spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in found))
         return call_module(self._known, key, spec, found, device)
 
-    def _on_host(self, device: torch.device, names: tuple[Any, ...]) -> str:
+    def _on_host(self, device: torch.device, own: Sequence[tuple[torch.Tensor, Any]]) -> str:
         """Sends the module, unless the host has it as it is now. Returns its digest.
 
         Raises UsageError if it changes all the time.
         """
-        state = (device.index, names, tuple(_plain(part) for part in self.module.modules()))
+        stream = tensors.streams[device.index]
+        if self._stream is not stream:
+            self._digests.clear()
+            self._known.clear()
+            self._stream = stream
+        state, functions = _state(self.module, [tensor for tensor, _ in own])
         if state not in self._digests:
             if len(self._digests) >= _MOST_STATES:
                 raise UsageError(
@@ -253,9 +261,8 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
                     "module again",
                     hint="pass what changes as an argument of forward, or keep it in a buffer",
                 )
-            stream = tensors.streams[device.index]
-            self._digests[state] = send_module(stream, self.module)
-        return self._digests[state]
+            self._digests[state] = send_module(stream, self.module), functions
+        return self._digests[state][0]
 
 
 def send_module(stream: DeviceStream, module: Any) -> str:
@@ -266,19 +273,38 @@ def send_module(stream: DeviceStream, module: Any) -> str:
     return digest
 
 
+def _state(module: torch.nn.Module, own: Sequence[torch.Tensor]) -> tuple[Any, list[Any]]:
+    """All of a module that changes what it computes, besides its tensors; and the functions whose ids are in that.
+
+    For each part: its type, where its parts and tensors are, its hooks, and its plain attributes.
+    """
+    parts = list(module.modules())
+    numbers = {id(one): at for at, one in enumerate((*parts, *own))}
+    functions: list[Any] = []
+    states = []
+    for part in parts:
+        held = (part._modules, part._parameters, part._buffers)
+        places = tuple([tuple([(name, numbers.get(id(one))) for name, one in holder.items()]) for holder in held])
+        hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
+        functions += hooks
+        states.append((type(part), places, tuple(map(id, hooks)), _plain(part)))
+    return tuple(states), functions
+
+
 def _plain(part: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
     """The attributes of a part that are numbers, texts and the like, or tuples of these."""
-    return tuple(
-        [
-            (name, value)
-            for name, value in vars(part).items()
-            if type(value) in _PLAIN or (type(value) is tuple and _is_plain(value))
-        ]
-    )
+    return tuple([(name, _exact(value)) for name, value in vars(part).items() if _is_plain(value)])
 
 
 def _is_plain(value: object) -> bool:
     return type(value) in _PLAIN or (type(value) is tuple and all(map(_is_plain, value)))
+
+
+def _exact(value: Any) -> Any:
+    """A plain value as a key: 2, 2.0 and True are equal, and so are 0.0 and -0.0."""
+    if type(value) is tuple:
+        return tuple, tuple(map(_exact, value))
+    return type(value), repr(value) if type(value) in (float, complex) else value
 
 
 def _device_of(own: Sequence[torch.Tensor]) -> torch.device:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
 from skyfab.device.batches import Batch, Entry, Then, current, observers, report_skipped
@@ -28,6 +28,8 @@ from skyfab.protocol import codec
 if TYPE_CHECKING:
     import torch
 
+    from skyfab.device.host_link import HostLink
+
 ACCELERATE: Final = "ACCELERATE_TORCH_DEVICE"
 """The variable that names the device of Accelerate and of transformers' Trainer: they find a few types only."""
 BATCH: Final = 128
@@ -39,36 +41,6 @@ _MOST_AHEAD: Final = 32
 """Batches that have no reply yet. A program that is further ahead waits."""
 _MOST_BYTES: Final = 256 * 1024 * 1024
 """Bytes of uploads that have no reply yet."""
-_INTERVAL: Final = 0.003
-_IDLE_INTERVAL: Final = 0.05
-_IDLE_AFTER: Final = 1.0
-"""Seconds between two flushes: while there are instructions, and after `_IDLE_AFTER` seconds without any."""
-
-
-class HostLink(Protocol):
-    """The host of a device, as its stream sees it."""
-
-    @property
-    def name(self) -> str:
-        """The host's name."""
-
-    def addresses_for(self, other: Any) -> Sequence[str]:
-        """Addresses at which the host of another device may reach this one; the likeliest first."""
-
-    def notice(self, text: str) -> None:
-        """Shows the user a warning about the host."""
-
-    def send(self, payload: codec.Payload, batch: Batch) -> None:
-        """Sends a batch; its `answered` or `failed` is called once. Raises HostLost."""
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        """Reads until `done()`, or the connection has ended."""
-
-    def is_alive(self) -> bool:
-        """Whether the worker still is the process that has the tensors."""
-
-    def close(self) -> None:
-        """Ends the worker."""
 
 
 class DeviceStream:
@@ -82,6 +54,8 @@ class DeviceStream:
         self.link = link
         self.freed: list[int] = []
         """Ids that are no longer used."""
+        self.stale: list[tuple[int, int]] = []
+        """Threads, with ids that only the instruction that the thread is building may use."""
         self.dead: list[RemoteStorage] = []
         """Storages that are gone. The garbage collector appends to it."""
         self.limit = BATCH
@@ -92,6 +66,8 @@ class DeviceStream:
         self._lock = threading.RLock()
         self._replying = threading.Lock()
         """Held only briefly, and never while waiting: protects what is noted about replies."""
+        self._stale: list[tuple[int, int]] = []
+        """Those of `stale` that were there when the last batch was sent."""
         self._ahead: deque[Batch] = deque()
         self._bytes = 0
         self._error: DeviceError | None = None
@@ -141,9 +117,9 @@ class DeviceStream:
     def flush(self) -> Batch | None:
         """Sends what has been emitted. Waits if too much is under way; raises the error of an earlier instruction."""
         SIGNAL_GUARD.wrap()
+        self._wait_for_room()
         with SIGNAL_GUARD, self._lock:
             self._raise()
-            self._wait_for_room()
             return self._send()
 
     def flush_if_idle(self) -> None:
@@ -176,10 +152,10 @@ class DeviceStream:
         If nothing waits for the reply, `then` is called with it, or the error, on the thread that reads.
         """
         SIGNAL_GUARD.wrap()
+        if then is not None:
+            self._wait_for_room()
         with SIGNAL_GUARD, self._lock:
             self._raise()
-            if then is not None:
-                self._wait_for_room()
             if uploads:
                 first = len(self._uploads)
                 instruction = [*instruction, *range(first, first + len(uploads))]
@@ -199,8 +175,10 @@ class DeviceStream:
 
     def send_between(self, send: Callable[[], None]) -> None:
         """Sends what has been emitted, then something else to the same worker. Raises the error of an earlier one."""
+        self._wait_for_room()
         with SIGNAL_GUARD, self._lock:
-            self.flush()
+            self._raise()
+            self._send()
             send()
 
     @property
@@ -236,18 +214,26 @@ class DeviceStream:
             observer.waited(site, time.perf_counter() - begin)
 
     def _wait_for_room(self) -> None:
-        while len(self._ahead) >= _MOST_AHEAD or self._bytes > _MOST_BYTES:
-            first = self._ahead[0]
-            self.wait(functools.partial(self._is_over, first), find_call_site())
-            self._raise()
+        """Waits while too much is under way. Without the lock: callbacks on the thread that reads need it meanwhile."""
+        if not self._has_room() and self.link.may_wait():
+            self.wait(self._has_room, find_call_site())
+
+    def _has_room(self) -> bool:
+        """Also where there is an error to raise."""
+        is_full = len(self._ahead) >= _MOST_AHEAD or self._bytes > _MOST_BYTES
+        return not is_full or self.earlier_error is not None
 
     def _is_over(self, batch: Batch) -> bool:
         return batch.done or self._lost is not None
 
     def _send(self, then: Then | None = None) -> Batch | None:
         freed = self.take_freed()  # before the buffer: what uses them is already in it
+        stale = self.stale[:]
+        del self.stale[: len(stale)]
         entries = self.buffer[:]
         del self.buffer[: len(entries)]  # other threads append meanwhile
+        freed += self._take_stale(entries)
+        self._stale += stale
         uploads, self._uploads = self._uploads, []
         size, self._size = self._size, 0
         instructions: list[Sequence[Any]] = [entry[0] for entry in entries]
@@ -255,12 +241,6 @@ class DeviceStream:
             instructions.append((wire.FREE, *freed))
         if not instructions:
             return None
-        large: list[pickle.PickleBuffer] = []
-        carried = [bytearray(part) if len(part) < codec.IN_BAND else pickle.PickleBuffer(part) for part in uploads]
-        data = pickle.dumps((self.device, instructions, *carried, None), 5, buffer_callback=large.append)
-        buffers = [part.raw() for part in large]
-        for observer in observers:
-            observer.sent(instructions, len(data) + sum(map(len, buffers)))
         batch = Batch(self, entries, size)
         batch.then = then
         with self._replying:
@@ -268,12 +248,21 @@ class DeviceStream:
             self._bytes += size
             self.limit = min(2 * self.limit, BATCH)
         try:
-            self.link.send(codec.Payload(data, buffers), batch)
+            self.link.send(self._payload(instructions, uploads), batch)
         except BaseException as error:  # also what a handler of signals raises: nothing is missing without a word
             found = error if isinstance(error, SkyfabError) else self.worker_died("sending was interrupted", entries)
             self._lose(found)
             raise
         return batch
+
+    def _payload(self, instructions: Sequence[Any], uploads: Sequence[memoryview]) -> codec.Payload:
+        large: list[pickle.PickleBuffer] = []
+        carried = [bytearray(part) if len(part) < codec.IN_BAND else pickle.PickleBuffer(part) for part in uploads]
+        data = pickle.dumps((self.device, instructions, *carried, None), 5, buffer_callback=large.append)
+        buffers = [part.raw() for part in large]
+        for observer in observers:
+            observer.sent(instructions, len(data) + sum(map(len, buffers)))
+        return codec.Payload(data, buffers)
 
     def take_freed(self) -> list[int]:
         """The ids that are no longer used, since this was called last."""
@@ -281,6 +270,15 @@ class DeviceStream:
             dead, freed = self.dead[:], self.freed[:]
             del self.dead[: len(dead)], self.freed[: len(freed)]  # other threads append meanwhile
             return freed + forget(dead)
+
+    def _take_stale(self, entries: Sequence[Entry]) -> list[int]:
+        """The ids of `_stale` whose threads have emitted what they were building: it is not a view, nor a plan."""
+        if not self._stale:
+            return []
+        over = {thread for instruction, _, thread, _ in entries if instruction[0] not in (wire.VIEW, wire.PLAN)}
+        found = [ident for thread, ident in self._stale if thread in over]
+        self._stale = [one for one in self._stale if one[0] not in over]
+        return found
 
     # ---- replies
 
@@ -367,7 +365,8 @@ class DeviceStream:
 
     def memory(self) -> dict[str, int]:
         """Bytes of memory on the device: ``allocated`` by this program's tensors, ``free`` and ``total``."""
-        self.flush()  # what is no longer used is freed at the end of a batch
+        self.flush()
+        self.start([wire.SYNC])  # what is no longer used is freed at the end of a batch, stale ids at that of the next
         batch = self.ask([wire.SYNC])
         batch.value()
         found = {name: batch.document.get(name) for name in ("allocated", "free", "total", "tensors")}
@@ -405,45 +404,3 @@ streams: Final[list[DeviceStream]] = []
 def open_streams() -> list[DeviceStream]:
     """The streams of all devices that can be used."""
     return [stream for stream in streams if not stream.is_lost]
-
-
-class _Flusher:
-    """Sends instructions that have waited for a few milliseconds, for all devices. One thread."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_running = False
-
-    def start(self) -> None:
-        """There is a new device."""
-        with SIGNAL_GUARD, self._lock:
-            if not self._is_running:
-                self._is_running = True
-                threading.Thread(target=self._run, name="skyfab-device", daemon=True).start()
-
-    def _next_streams(self) -> list[DeviceStream]:
-        """The devices that can be used. The thread ends if there are none."""
-        with self._lock:
-            found = open_streams()
-            self._is_running = bool(found)
-            return found
-
-    def _run(self) -> None:
-        last = time.monotonic()
-        while found := self._next_streams():
-            flushed = [stream.try_flush() for stream in found]
-            now = time.monotonic()
-            if any(flushed):
-                last = now
-            time.sleep(_INTERVAL if now - last < _IDLE_AFTER else _IDLE_INTERVAL)
-
-    def forked(self) -> None:
-        """This is a child process: it has neither the thread nor the devices."""
-        self._lock = threading.Lock()
-        self._is_running = False
-        for stream in open_streams():
-            stream.leave_to_parent()
-
-
-flusher: Final = _Flusher()
-os.register_at_fork(after_in_child=flusher.forked)

@@ -15,6 +15,7 @@ from typing import Any, Final
 import torch
 
 from skyfab._util.signals import SIGNAL_GUARD
+from skyfab.device.batches import current
 from skyfab.device.storages import RemoteStorage, by_address
 from skyfab.device.stream import DeviceStream
 from skyfab.device.stream import streams as streams
@@ -228,7 +229,7 @@ def view(tensor: torch.Tensor, storage: RemoteStorage, offset: int) -> tuple[Lay
             for old in list(itertools.islice(views, _MOST_VIEWS // 2)):
                 ident = views.pop(old)[1]
                 if ident != storage.id:
-                    stream.freed.append(ident)
+                    stream.stale.append((current.thread, ident))
         layout = layout_of(tuple(key[0]), key[1], key[2], stream.index)
         if layout is storage.layout and not offset:
             found = views[key] = (layout, storage.id)

@@ -99,7 +99,7 @@ manual_seed: Final = manual_seed_all
 def get_rng_state(device: Any = None) -> torch.Tensor:
     for stream in _open_streams(_current.index if device is None else device):
         return random_state(stream, 0)
-    return torch.empty(0, dtype=torch.uint8)  # PyTorch saves and restores the states of closed devices too
+    return torch.empty(0, dtype=torch.uint8, device="cpu")  # PyTorch saves and restores those of closed devices too
 
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
@@ -111,7 +111,8 @@ def random_state(stream: DeviceStream, ident: int) -> torch.Tensor:
     """The state of a generator."""
     batch = stream.ask([wire.STATE, ident])
     batch.value()
-    result = torch.empty(len(batch.buffers[0]) if batch.buffers else 0, dtype=torch.uint8)
+    size = len(batch.buffers[0]) if batch.buffers else 0
+    result = torch.empty(size, dtype=torch.uint8, device="cpu")
     fill(result, batch.buffers)
     return result
 

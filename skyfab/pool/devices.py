@@ -39,6 +39,7 @@ from skyfab.pool.addresses import meeting_addresses
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Caller, Node, WorkerSpec
 from skyfab.protocol import codec, messages
+from skyfab.session.reader import is_handling
 from skyfab.ui.events import Events, Notice
 
 if TYPE_CHECKING:
@@ -89,6 +90,9 @@ class DeviceLink:
 
     def wait(self, done: Callable[[], bool]) -> None:
         self._session.wait(done)
+
+    def may_wait(self) -> bool:
+        return not is_handling()
 
     def close(self) -> None:
         self.node.release(self.worker)

@@ -366,7 +366,9 @@ class _Storage:
 
 
 def tensor_memory(tensor: Any) -> memoryview:
-    """The memory of a contiguous tensor on the CPU."""
+    """The memory of a contiguous tensor on the CPU. Raises ValueError for a tensor elsewhere."""
+    if not tensor.is_cpu:
+        raise ValueError(f"a tensor on {tensor.device} has no memory in this process")
     size = tensor.numel() * tensor.element_size()
     return memoryview(_mapped(tensor, size)).cast("B") if size else memoryview(b"")
 

@@ -282,7 +282,8 @@ def _tensor(name: str, shape: Sequence[int], strides: Sequence[int], device: str
     last = sum((extent - 1) * step for extent, step in zip(shape, _extents(strides), strict=True))
     if len(memory) != count * dtype.itemsize or (count and last >= count):
         _refuse("a tensor whose size differs from its memory")
-    flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype) if count else torch.empty(0, dtype=dtype)
+    empty = torch.empty(0, dtype=dtype, device="cpu")
+    flat = torch.frombuffer(memory, dtype=torch.uint8).view(dtype) if count else empty
     return flat.as_strided(shape, strides).to(codec.torch_device(device)).requires_grad_(grad)
 
 

@@ -53,9 +53,14 @@ _handling: Final[set[int]] = set()
 """The ids of threads that handle what was read."""
 
 
+def is_handling() -> bool:
+    """Whether this thread handles what was read: what it would wait for could not be read."""
+    return threading.get_ident() in _handling
+
+
 def refuse_to_wait() -> None:
-    """Raises UsageError on a thread that handles what was read: what it would wait for could not be read."""
-    if threading.get_ident() in _handling:
+    """Raises UsageError on a thread that handles what was read."""
+    if is_handling():
         raise UsageError(
             "a callback cannot wait for a call: its thread is the one that reads replies",
             hint="start a thread for it, or use compute.submit(call) and its add_done_callback",

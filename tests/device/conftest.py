@@ -153,6 +153,9 @@ class ForkedLink:
     def notice(self, text: str) -> None:
         pass
 
+    def may_wait(self) -> bool:
+        return True
+
     def is_alive(self) -> bool:
         return True
 

@@ -354,6 +354,18 @@ def test_a_changed_input_is_an_error_in_backward(device: Any) -> None:
         out.sum().backward()
 
 
+def test_a_parameter_that_forward_changes(device: Any) -> None:
+    here = nn.Embedding(4, 3, max_norm=1.0)
+    nn.init.constant_(here.weight, 2.0)
+    there = copy.deepcopy(here).to(device)
+    at = torch.tensor([1, 3])
+    for model, compiled, where in ((here, here, "cpu"), (there, torch.compile(there, options=EAGER), device)):
+        compiled(at.to(where)).pow(2).sum().backward()
+        assert model.weight._version > 0
+    torch.testing.assert_close(there.weight.cpu(), here.weight)
+    torch.testing.assert_close(there.weight.grad.cpu(), here.weight.grad)
+
+
 def test_what_has_no_gradient(device: Any) -> None:
     a, b = (torch.ones(2, device=device, requires_grad=True) for _ in range(2))
     program = torch.compile(lambda a, b: (a * 2 + b.detach(), a.detach() * 3, (a > 0).sum()), options=EAGER)

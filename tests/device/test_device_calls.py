@@ -400,6 +400,20 @@ def test_a_worker_that_ends_between_calls(own_pool: sky.Compute) -> None:
         x.sum().item()
 
 
+def test_a_remote_module_on_a_device_that_is_opened_again(own_pool: sky.Compute) -> None:
+    device = own_pool.device("cpu")
+    module = torch.nn.Linear(2, 2).to(device)
+    remote, x = sky.remote(module), torch.ones(1, 2)
+    with torch.no_grad():
+        expected = remote(x.to(device)).cpu()
+        module.cpu()
+        own_pool.close()
+        own_pool.open()
+        assert own_pool.device("cpu") == device, "it has the same number"
+        module.to(device)
+        assert torch.equal(remote(x.to(device)).cpu(), expected)
+
+
 def test_a_timeout_ends_the_worker(own_pool: sky.Compute) -> None:
     x = torch.ones(2, device=own_pool.device("cpu"))
 

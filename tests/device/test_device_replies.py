@@ -61,6 +61,9 @@ class Silent:
     def notice(self, text: str) -> None:
         pass
 
+    def may_wait(self) -> bool:
+        return True
+
     def close(self) -> None:
         pass
 

@@ -46,6 +46,9 @@ class Host:
     def notice(self, text: str) -> None:
         pass
 
+    def may_wait(self) -> bool:
+        return True
+
     def is_alive(self) -> bool:
         return True
 

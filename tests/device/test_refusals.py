@@ -279,3 +279,16 @@ def test_the_default_dtype(device: Any) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert dtypes() == {torch.float32}
+
+
+def test_storages_are_made_on_a_device(device: Any) -> None:
+    made = torch.UntypedStorage(8, device=device)
+    assert (made.device, made.nbytes()) == (device, 8)
+    assert torch.UntypedStorage(device=device).nbytes() == 0
+    assert torch.UntypedStorage([1, 2], device=device).cpu().tolist() == [1, 2]
+    assert (torch.UntypedStorage(8).nbytes(), torch.UntypedStorage(8, device="cpu").nbytes()) == (8, 8)
+    with pytest.raises(RuntimeError, match="byteswap of a storage on sky"):
+        made.byteswap(torch.float32)
+    here = torch.UntypedStorage([1, 2, 3, 4])
+    here.byteswap(torch.float32)
+    assert here.tolist() == [4, 3, 2, 1]

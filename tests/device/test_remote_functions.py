@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import math
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -303,6 +305,160 @@ def test_a_remote_module_with_shared_weights_that_gets_one_more(device: Any) -> 
         module.second.weight = torch.nn.Parameter(module.first.weight.detach() * 2)
     torch.testing.assert_close(remote(x.to(device)).cpu(), expected(x))
     assert tied.count.item() == 2
+
+
+class _Parts(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(3, 3, bias=False) for _ in range(3))
+        self.act = nn.Tanh()
+        self.number: Any = 2
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kind = {int: 0, float: 1, bool: 2}[type(self.number)]
+        return self.third(self.second(self.first(self.act(x)))) + kind + math.copysign(1, self.number)
+
+
+def _other_sharing(module: Any) -> None:
+    module.third.weight, module.first.weight = module.second.weight, nn.Parameter(module.first.weight * 2)
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "a part of another type": lambda module: setattr(module, "act", nn.Sigmoid()),
+    "a float": lambda module: setattr(module, "number", 2.0),
+    "a bool": lambda module: setattr(module, "number", True),
+    "zero": lambda module: setattr(module, "number", 0.0),
+    "negative zero": lambda module: setattr(module, "number", -0.0),
+    "a hook": lambda module: module.act.register_forward_hook(lambda part, args, out: out * 2),
+    "a hook before": lambda module: module.act.register_forward_pre_hook(lambda part, args: (args[0] * 3,)),
+    "shared parts": lambda module: setattr(module, "third", module.second),
+    "shared weights": lambda module: setattr(module.third, "weight", module.first.weight),
+    "other shared weights": _other_sharing,
+}
+
+
+def test_a_remote_module_that_is_changed(device: Any) -> None:
+    here = _Parts()
+    there = copy.deepcopy(here).to(device)
+    remote, x = sky.remote(there), torch.randn(2, 3)
+    for change in (None, *CHANGES):
+        for module in (here, there):
+            if change is not None:
+                CHANGES[change](module)
+        torch.testing.assert_close(remote(x.to(device)).cpu(), here(x), msg=change)
+
+
+class _Counting(nn.Module):  # type: ignore[misc, name-defined]
+    """Its forward puts another tensor in place of a buffer."""
+
+    count: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor, more: Any = 1.0) -> torch.Tensor:
+        self.count = self.count + more
+        return self.inner(x) * self.count
+
+
+def test_a_remote_module_that_replaces_a_buffer(device: Any) -> None:
+    module = _Counting().to(device)
+    remote, x = sky.remote(module), torch.ones(1, 2, device=device)
+    first = remote(x)
+    first.sum().backward()
+    assert torch.equal((remote(x) / 2).cpu(), first.cpu())
+    assert module.count.item() == 2
+    with pytest.raises(sky.DeviceError, match="forward has replaced 'count' by something of another shape"):
+        remote(x, torch.ones(1, 2, device=device))
+    assert module.count.item() == 2
+
+
+def _exits(number: int) -> Iterator[int]:
+    yield number
+    sys.exit(number)
+
+
+def test_a_function_that_exits_is_an_error(device: Any) -> None:
+    x = torch.ones(2, device=device)
+    with pytest.raises(sky.DeviceError, match="SystemExit: 3"):
+        sky.run_on(device, sys.exit, 3)
+    values = sky.run_on(device, _exits, 4)
+    assert next(values) == 4
+    with pytest.raises(sky.DeviceError, match="SystemExit: 4"):
+        next(values)
+    assert x.tolist() == [1, 1]
+
+
+def test_a_module_that_changes_a_leaf_without_gradients(device: Any) -> None:
+    here = nn.Sequential(nn.ReLU(inplace=True), nn.Linear(3, 3))
+    there = sky.remote(copy.deepcopy(here).to(device))
+    x = torch.randn(2, 3, requires_grad=True)
+    leaf = x.detach().to(device).requires_grad_()
+    with torch.no_grad():
+        expected = here(x)
+        for _ in range(2):
+            torch.testing.assert_close(there(leaf).cpu(), expected)
+        torch.testing.assert_close(leaf.cpu(), x)
+
+
+def test_a_tensor_of_this_machine_that_requires_a_gradient_is_refused(device: Any) -> None:
+    remote = sky.remote(nn.Linear(2, 2).to(device))
+    with pytest.raises(RuntimeError, match="expected all tensors"):
+        remote(torch.ones(2, requires_grad=True))
+
+
+def test_autograd_knows_what_a_remote_module_changes(device: Any) -> None:
+    module = nn.Sequential(nn.ReLU(inplace=True), nn.BatchNorm1d(2)).to(device)
+    remote, w = sky.remote(module), torch.ones(2, device=device, requires_grad=True)
+    for calls in range(1, 4):
+        x = torch.randn(3, 2, device=device)
+        product = x * w
+        remote(x).sum().backward()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            product.sum().backward()
+        assert x.min().item() >= 0
+        assert module[1].num_batches_tracked._version >= calls
+
+
+class _Some(nn.Module):  # type: ignore[misc, name-defined]
+    """The shape of its result, or its strides, depend on values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found = torch.arange(6.0)[: int(x.abs())].view(2, -1)
+        return found if x > 0 else found.t().contiguous().t()
+
+
+def test_a_result_whose_layout_depends_on_values(device: Any) -> None:
+    remote = sky.remote(_Some().to(device))
+    for _ in range(3):
+        assert remote(torch.tensor([4.0], device=device)).tolist() == [[0, 1], [2, 3]]
+    assert remote(torch.tensor([-4.0], device=device)).tolist() == [[0, 1], [2, 3]]
+    with pytest.raises(sky.DeviceError, match=r"float32\[2, 3\], expected float32\[2, 2\]"):
+        remote(torch.tensor([6.0], device=device)).cpu()
+
+
+class _Signs(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor, number: Any) -> torch.Tensor:
+        return x * math.copysign(1, number.real) * math.copysign(2, number.imag)
+
+
+def test_zeros_with_signs_are_different_arguments(device: Any) -> None:
+    remote, x = sky.remote(_Signs().to(device)), torch.ones(1, device=device)
+    numbers = [0.0, -0.0, complex(0.0, 0.0), complex(0.0, -0.0), 0]
+    assert [remote(x, number).item() for number in numbers] == [2, -2, 2, -2, 2]
+    for number in (0.0, -0.0):
+        found = torch.linspace(number, -1.0, 2, device=device)
+        assert torch.equal(found.cpu().signbit(), torch.linspace(number, -1.0, 2).signbit())
 
 
 def test_a_remote_module_needs_a_remote_device() -> None:

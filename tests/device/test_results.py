@@ -9,6 +9,7 @@ import pytest
 
 import skyfab as sky
 from skyfab.device import call_site
+from skyfab.protocol import codec
 
 torch = pytest.importorskip("torch")
 F = torch.nn.functional
@@ -137,6 +138,7 @@ def test_more_views_than_are_kept(device: Any, monkeypatch: pytest.MonkeyPatch) 
     before = sky.memory(device)["tensors"]
     for _ in range(2):
         assert torch.stack([base[number:].sum() for number in range(50)])[-1].item() == sum(range(49, 100))
+        assert torch.stack([base[number : number + 9] for number in range(50)])[:, 8].tolist() == [*range(8, 58)]
     assert sky.memory(device)["tensors"] <= before + 10
 
 
@@ -215,6 +217,21 @@ def test_a_device_may_be_meant_for_a_while(device: Any, other: Any) -> None:
     assert torch.sky.current_device() == before
     with torch.sky.device(other.index):
         assert torch.sky.current_device() == other.index
+
+
+def test_a_remote_default_device(device: Any) -> None:
+    generator = torch.Generator(device=device)
+    with torch.device(device):
+        torch.sky.set_rng_state(torch.sky.get_rng_state(device), device)
+        generator.set_state(generator.get_state())
+        with torch.random.fork_rng(devices=[device.index], device_type="sky"):
+            first = torch.randn(4).tolist()
+        assert torch.randn(4).tolist() == first
+        made = torch.ones(2, 2)
+        assert made.device == device
+        assert [made.cpu().is_cpu, made[:0].cpu().is_cpu, sky.fetch(made).result().is_cpu] == [True] * 3
+        with pytest.raises(ValueError, match="has no memory in this process"):
+            codec.tensor_memory(made)
 
 
 def test_what_pytorch_asks_about_devices(device: Any, other: Any) -> None:

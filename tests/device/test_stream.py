@@ -16,6 +16,7 @@ from stage.spot import until
 import skyfab as sky
 from skyfab.device import stream as streams
 from skyfab.device.batches import Batch, observers
+from skyfab.device.flusher import flusher
 from skyfab.device.storages import RemoteStorage, by_address
 from skyfab.device.stream import BATCH, FEW, DeviceFuture, DeviceStream
 from skyfab.errors import HostLost
@@ -41,6 +42,8 @@ class Node:
         self.open: list[Batch] = []
         self.waits = 0
         self.is_gone = False
+        self.is_reading = False
+        """A callback is running."""
 
     def send(self, payload: codec.Payload, batch: Batch) -> None:
         if self.is_gone:
@@ -68,6 +71,9 @@ class Node:
 
     def notice(self, text: str) -> None:
         pass
+
+    def may_wait(self) -> bool:
+        return not self.is_reading
 
     def is_alive(self) -> bool:
         return True
@@ -203,6 +209,33 @@ def test_a_program_that_uploads_faster_than_the_network_waits(stream: DeviceStre
         node.batches.clear()
 
 
+def test_a_callback_uses_the_device_while_the_program_waits_for_room(stream: DeviceStream, node: Node) -> None:
+    def callback(batch: Batch, error: Exception | None) -> None:
+        node.is_reading = True
+        for number in range(BATCH):
+            emit(stream, number)
+        stream.upload([wire.UPLOAD, 5], memoryview(b"data"))
+        stream.start([wire.SYNC], then=lambda batch, error: None)
+        stream.check()
+        node.is_reading = False
+
+    def wait(done: Callable[[], bool]) -> None:
+        reader = threading.Thread(target=node.reply, daemon=True)
+        reader.start()
+        reader.join(10)
+        assert not reader.is_alive(), "the callback waits for the program, which waits for the callback"
+
+    node.wait = wait  # type: ignore[method-assign]
+    stream.start([wire.SYNC], then=callback)
+    for _ in range(31):
+        stream.start([wire.SYNC])
+    emit(stream, "later")
+    stream.flush()
+    found = [one for batch in node.sent[32:] for one in batch]
+    assert [one[0] for one in found].count(OPERATION) == BATCH + 1
+    assert [wire.SYNC] in found
+
+
 def test_asking_sends_what_was_emitted_before_and_waits_for_the_reply(stream: DeviceStream, node: Node) -> None:
     emit(stream, 1)
     stream.upload([wire.UPLOAD, 5], memoryview(b"first"))
@@ -284,7 +317,7 @@ def test_batches_are_sent_by_themselves(stream: DeviceStream, node: Node) -> Non
         one = DeviceStream(number, "cpu", node)
         streams.streams.append(one)
         try:
-            streams.flusher.start()
+            flusher.start()
             emit(one, number)
             until(lambda: [[OPERATION, number]] in node.sent)  # noqa: B023
             (thread,) = (thread for thread in threading.enumerate() if thread.name == "skyfab-device")
@@ -614,6 +647,30 @@ def test_a_host_that_is_lost_while_sending(stream: DeviceStream, node: Node) -> 
     assert not stream.try_flush()
 
 
+def test_what_cannot_be_sent_is_not_lost_without_a_word(stream: DeviceStream, node: Node) -> None:
+    emit(stream, threading.Lock())
+    with pytest.raises(TypeError, match="pickle"):
+        stream.flush()
+    with pytest.raises(sky.WorkerDied, match="sending was interrupted"):
+        emit(stream)
+
+
+@pytest.mark.usefixtures("no_devices")
+def test_the_thread_that_sends_survives_what_cannot_be_sent(node: Node) -> None:
+    first, second = (DeviceStream(number, "cpu", node) for number in range(2))
+    streams.streams += [first, second]
+    try:
+        flusher.start()
+        emit(first, threading.Lock())
+        until(lambda: first.is_lost)
+        emit(second)
+        until(lambda: not second.buffer)
+    finally:
+        for one in (first, second):
+            one.close()
+            streams.streams.remove(one)
+
+
 def test_a_host_that_is_lost_while_nothing_waits(stream: DeviceStream, node: Node) -> None:
     assert not stream.is_lost
     emit(stream)
@@ -693,7 +750,7 @@ def test_a_forked_process_does_not_use_the_device(stream: DeviceStream, node: No
                 with pytest.raises(sky.UsageError, match="a forked process"):
                     stream.check()
                 streams.streams.append(DeviceStream(4, "cpu", node))  # one of its own
-                streams.flusher.start()
+                flusher.start()
                 emit(streams.streams[-1], "of the child")
                 until(lambda: node.sent == [[[OPERATION, "of the child"]]], timeout=20)
                 status = 0 if not thread.is_alive() else 2

@@ -116,7 +116,7 @@ def _apart(found: Sequence[torch.Tensor], others: Tensors) -> tuple[torch.Tensor
 def template(value: Any, into: list[torch.Tensor], *, is_argument: bool = True) -> Any:
     """A value with numbers instead of its tensors, which are appended to `into`. It is hashable."""
     if isinstance(value, torch.Tensor):
-        if is_argument and value.dim() == 1 and value.device.type == "cpu":
+        if is_argument and value.dim() == 1 and value.device.type == "cpu" and not value.requires_grad:
             return ("numbers", (value.dtype, tuple(value.tolist())))  # as the sizes of batches in a packed sequence
         if value.layout is torch.sparse_coo:
             parts = {"indices": value._indices(), "values": value._values()}
@@ -128,7 +128,13 @@ def template(value: Any, into: list[torch.Tensor], *, is_argument: bool = True) 
     if isinstance(value, list | tuple):
         items = tuple(template(item, into, is_argument=is_argument) for item in value)
         return ("list" if isinstance(value, list) else "tuple", items)
-    return ("plain", (type(value).__name__, value))  # True, 1 and 1.0 are equal, and not the same argument
+    return plain(value)
+
+
+def plain(value: Any) -> Any:
+    """A template of a value: True, 1 and 1.0 are equal, and not the same argument, and so are 0.0 and -0.0."""
+    exact = (repr(value),) if isinstance(value, float | complex) else ()
+    return ("plain", (type(value).__name__, value, *exact))
 
 
 def fill_in(made: Any, tensors: Sequence[Any]) -> Any:
@@ -225,8 +231,24 @@ class HostModule:
         try:
             self._set(tensors)
             yield
+            self._write_back(tensors)
         finally:
             self._set([None] * len(tensors))
+
+    def _write_back(self, tensors: Sequence[Any]) -> None:
+        """Copies what the call has put in place of its buffers. Raises RuntimeError for what cannot be copied."""
+        for places, tensor in zip(self._places, tensors, strict=True):
+            for holder, name in places:
+                found = holder.get(name)
+                if found is tensor:
+                    continue
+                if found is None or (found.shape, found.dtype) != (tensor.shape, tensor.dtype):
+                    raise RuntimeError(
+                        f"forward has replaced {name!r} by something of another shape or dtype: change its elements, "
+                        "or call the module without sky.remote"
+                    )
+                with torch.no_grad():
+                    tensor.copy_(found)
 
     def _set(self, tensors: Sequence[Any]) -> None:
         for places, tensor in zip(self._places, tensors, strict=True):
@@ -263,7 +285,7 @@ def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -
 
     Raises RuntimeError if it returns something else than the client expects, besides the values of tensors.
     """
-    bases, *found, _ = module_first(tensors, spec, wanted)
+    bases, *found, _, _ = module_first(tensors, spec, wanted)
     if repr(tuple(found)) != repr(expected):  # equal also where a number is NaN
         raise RuntimeError(
             "the module's result differs from that of its first call in numbers, structure or shared memory: call it "
@@ -272,10 +294,12 @@ def module(tensors: Tensors, spec: Any, wanted: Sequence[bool], expected: Any) -
     return bases
 
 
-def module_first(tensors: Sequence[Any], spec: Any, wanted: Sequence[bool]) -> tuple[Tensors, Any, Any, str]:
+def module_first(
+    tensors: Sequence[Any], spec: Any, wanted: Sequence[bool]
+) -> tuple[Tensors, Any, Any, tuple[int, ...], str]:
     """The same, with the base of each result and which view of it the result is, and what the module returned.
 
-    And a notice for the user, if there is one.
+    And the indices of the tensors that it has changed in place, and a notice for the user, if there is one.
     """
     structure: Any = None
     called = MODULES[spec[0]]
@@ -286,9 +310,16 @@ def module_first(tensors: Sequence[Any], spec: Any, wanted: Sequence[bool]) -> t
         structure = template(called.call(spec, values), results, is_argument=False)
         return tuple(results)
 
+    before = [_version(tensor) for tensor in tensors]
     *results, handle = _with_graph(function, tensors, wanted)
+    changed = tuple(at for at, tensor in enumerate(tensors) if _version(tensor) != before[at])
     bases, locations = host_results.share([host_results.plain(result) for result in results], called.device(tensors))
-    return (*bases, handle), tuple(locations), structure, getattr(called.module, "note", "")
+    return (*bases, handle), tuple(locations), structure, changed, getattr(called.module, "note", "")
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often it was changed in place; 0 if that is not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def state_dict(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

@@ -33,7 +33,7 @@ class RunningGenerator:
 
     def __init__(self, generator: Generator[Any, Any, Any]) -> None:
         self._generator = generator
-        self._error: Exception | None = None
+        self._error: Exception | SystemExit | None = None
         self._moment = _FIRST
         self._grad, self._inference, self._autocast = True, False, _autocast()
         self._dtype = torch.get_default_dtype()
@@ -52,7 +52,7 @@ class RunningGenerator:
                     values.append(next(self._generator))
                 except StopIteration:
                     return values, True
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     if not values:
                         raise
                     self._error = error

@@ -84,7 +84,7 @@ class Executor:
                                     tensors[ident] = tensor
                     else:
                         tensors.lose(self._outputs(instruction), self._failure)
-                except Exception as error:
+                except (Exception, SystemExit) as error:  # sys.exit() in a function must not end all tensors
                     if cuda.is_unusable(error):
                         raise  # the process ends, and the client learns that its tensors are lost
                     if self._failure is None:
@@ -102,7 +102,7 @@ class Executor:
         else:
             self._tensors.lose(self._outputs(instruction), self._failure)
 
-    def _describe(self, error: Exception, instruction: Sequence[Any], at: int) -> dict[str, Any]:
+    def _describe(self, error: BaseException, instruction: Sequence[Any], at: int) -> dict[str, Any]:
         plan = self._plans.get(instruction[0])
         name = plan.name if plan is not None else _NAMES.get(instruction[0], "")
         if instruction[0] == wire.DYNAMIC:

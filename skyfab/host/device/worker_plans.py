@@ -68,7 +68,8 @@ class WorkerPlan:
     def check(self, instruction: Sequence[Any], tensors: Tensors) -> Any:
         """Executes it and makes the outputs as the client predicts them: their strides may differ between devices.
 
-        A plan whose outputs need no change on its first execution is not checked again.
+        A plan whose outputs need no change on its first execution is not checked again, unless it calls a module:
+        their layout may depend on values.
         """
         inputs = [tensors[ident] for ident in self.tensors(instruction)]
         shapes = [tensor.shape for tensor in inputs]
@@ -91,7 +92,7 @@ class WorkerPlan:
                 changed = True
                 made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
                 outputs[at] = made.copy_(tensor)
-        self.checked = not changed
+        self.checked = not changed and self.name not in _MODULES
         return outputs[0] if self.single else outputs
 
 

@@ -165,6 +165,7 @@ def load(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any]
 # ---- modules
 
 
+_COMPOUND: Final = frozenset({float, complex, tuple})
 _PLAIN: Final = frozenset({bool, int, float, str, bytes, complex, type(None), torch.dtype})
 _MOST_STATES: Final = 64
 _NOTE: Final = 1000
@@ -276,24 +277,33 @@ def send_module(stream: DeviceStream, module: Any) -> str:
 def _state(module: torch.nn.Module, own: Sequence[torch.Tensor]) -> tuple[Any, list[Any]]:
     """All of a module that changes what it computes, besides its tensors; and the functions whose ids are in that.
 
-    For each part: its type, where its parts and tensors are, its hooks, and its plain attributes.
+    For each part: its type, where its parts and tensors are, its plain attributes, and its hooks. It is computed for
+    each call, and has few function calls.
     """
     parts = list(module.modules())
-    numbers = {id(one): at for at, one in enumerate((*parts, *own))}
+    number_of = {id(one): at for at, one in enumerate((*parts, *own))}.get
     functions: list[Any] = []
-    states = []
+    states: list[Any] = []
     for part in parts:
-        held = (part._modules, part._parameters, part._buffers)
-        places = tuple([tuple([(name, numbers.get(id(one))) for name, one in holder.items()]) for holder in held])
-        hooks = [*part._forward_pre_hooks.values(), *part._forward_hooks.values()]
-        functions += hooks
-        states.append((type(part), places, tuple(map(id, hooks)), _plain(part)))
+        for holder in (part._modules, part._parameters, part._buffers):
+            states.append(tuple([(name, number_of(id(one))) for name, one in holder.items()]) if holder else None)
+        states.append((type(part), _plain(part)))
+        if part._forward_pre_hooks or part._forward_hooks:
+            hooks = [*part._forward_pre_hooks.values(), None, *part._forward_hooks.values()]
+            functions += hooks
+            states.append(tuple(map(id, hooks)))
     return tuple(states), functions
 
 
-def _plain(part: torch.nn.Module) -> tuple[tuple[str, Any], ...]:
-    """The attributes of a part that are numbers, texts and the like, or tuples of these."""
-    return tuple([(name, _exact(value)) for name, value in vars(part).items() if _is_plain(value)])
+def _plain(part: torch.nn.Module) -> tuple[tuple[str, Any, Any], ...]:
+    """The attributes of a part that are numbers, texts and the like, or tuples of these: name, type and value."""
+    return tuple(
+        [
+            (name, kind, _exact(value) if kind in _COMPOUND else value)
+            for name, value in vars(part).items()
+            if (kind := type(value)) in _PLAIN or (kind is tuple and _is_plain(value))
+        ]
+    )
 
 
 def _is_plain(value: object) -> bool:

@@ -285,8 +285,8 @@ def _state(module: torch.nn.Module, own: Sequence[torch.Tensor]) -> tuple[Any, l
     functions: list[Any] = []
     states: list[Any] = []
     for part in parts:
-        for holder in (part._modules, part._parameters, part._buffers):
-            states.append(tuple([(name, number_of(id(one))) for name, one in holder.items()]) if holder else None)
+        held = (part._modules, part._parameters, part._buffers)
+        states += [tuple([(name, number_of(id(one))) for name, one in holder.items()]) for holder in held]
         states.append((type(part), _plain(part)))
         if part._forward_pre_hooks or part._forward_hooks:
             hooks = [*part._forward_pre_hooks.values(), None, *part._forward_hooks.values()]

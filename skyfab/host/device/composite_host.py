@@ -236,7 +236,7 @@ class HostModule:
             self._set([None] * len(tensors))
 
     def _write_back(self, tensors: Sequence[Any]) -> None:
-        """Copies what the call has put in place of its buffers. Raises RuntimeError for what cannot be copied."""
+        """Copies tensors that have replaced buffers into them. Raises RuntimeError for what cannot be copied."""
         for places, tensor in zip(self._places, tensors, strict=True):
             for holder, name in places:
                 found = holder.get(name)

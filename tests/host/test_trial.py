@@ -65,7 +65,8 @@ time.sleep(60)
 def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Driver:
     """That of a sweep of `saves.py`, outside a worker."""
 
-    def start(words: list[str], *, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+    def start(words: list[str], *, placeholders: bool, env: dict[str, str], **options: Any) -> subprocess.Popen[bytes]:
+        assert not placeholders
         return subprocess.Popen(words, env={**os.environ, **env}, **options)
 
     monkeypatch.setattr("skyfab.host.sweep.start", start)

@@ -54,8 +54,9 @@ def attach_device(
     if run.state == "stopped":
         hint = f'make it again: compute.device(…, name="{name}")'
         raise UsageError(f"the device {name} was stopped", host=host.name, hint=hint)
+    if run.state not in ("running", "done"):
+        run.result(timeout=0)  # raises the reason: it was lost or has failed
     if run.state != "running":
-        run.result(timeout=0)  # raises the reason if it was lost or has failed
         raise UsageError(f"{name!r} has ended: {run.last}")
     stream, _ = devices.staying.get(run.id, (None, None))
     if stream is None or stream.is_lost:  # else a cell of a notebook is executed again

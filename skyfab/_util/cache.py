@@ -14,9 +14,9 @@ def cache_folder() -> Path:
 
 
 def made_cache() -> Path:
-    """The cache folder, after it was created, and closed to others: hosts, this one included, refuse it otherwise.
+    """Creates the cache folder so that only this user can write to it, which hosts require, and returns it.
 
-    Never raises: what is done in the folder does, if it cannot be created.
+    Also mends one that others can write to. Never raises: if it cannot be created, using it raises.
     """
     folder = cache_folder()
     with suppress(OSError):

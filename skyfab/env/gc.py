@@ -57,7 +57,7 @@ class Swept:
     """Whether nothing was deleted: it is what would be."""
 
     def __str__(self) -> str:
-        why = "the disk does not note when they are read (noatime); --days=0 removes them"
+        why = "the disk does not record when they are read (noatime); --days=0 removes them"
         return f"{self._removed()}; models and kernels stay: {why}" if self.kept_models else self._removed()
 
     def _removed(self) -> str:

@@ -76,7 +76,7 @@ class Entry:
         if not fits or not is_inner(entry.path):
             raise ProtocolError(f"invalid path, size or time: {row!r:.200}")
         if entry.path.count(b"/") > _DEEPEST:
-            raise ProtocolError(f"more than {_DEEPEST} folders, one in another: {row!r:.200}")
+            raise ProtocolError(f"nested more than {_DEEPEST} folders deep: {row!r:.200}")
         if (kind == LINK) != bool(link) or (link and not leads_inside(entry.path, entry.link)):
             raise ProtocolError(f"a link that points outside its folder: {row!r:.200}")
         return entry

@@ -212,7 +212,7 @@ def test_models_stay_where_the_disk_does_not_note_when_they_are_read(
     )
     swept = cache.gc()
     assert swept.counts == {} and cache('ls "$c"/hub "$c"/fetched "$c"/compiled | grep -c .') == ["6"]
-    assert str(swept).startswith("nothing to remove; models and kernels stay: the disk does not note")
+    assert str(swept).startswith("nothing to remove; models and kernels stay: the disk does not record")
     assert cache.gc(0).counts == {"hub": 1, "fetched": 1, "compiled": 1}
     assert str(cache.gc()) == "nothing to remove"
 

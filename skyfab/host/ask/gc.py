@@ -337,7 +337,7 @@ def _unread(path: str, age: float) -> bool:
 
 
 def _is_noatime(folder: str) -> bool:
-    """Whether its disk does not note when files are read."""
+    """Whether its disk does not record when files are read."""
     try:
         return bool(os.statvfs(folder).f_flag & getattr(os, "ST_NOATIME", 0))
     except OSError:  # it does not exist

@@ -36,9 +36,9 @@ if TYPE_CHECKING:
     from skyfab.context import silent as silent
     from skyfab.context import stderr as stderr
     from skyfab.context import stdout as stdout
+    from skyfab.detached.find import attach as attach
+    from skyfab.detached.find import runs as runs
     from skyfab.detached.run import Run as Run
-    from skyfab.detached.run import attach as attach
-    from skyfab.detached.run import runs as runs
     from skyfab.device.devices import fetch as fetch
     from skyfab.device.devices import keep as keep
     from skyfab.device.devices import load_on as load_on
@@ -67,7 +67,8 @@ _HOMES = {
     "pool.attach_device": ("attach_device",),
     "pool.compute": ("Compute",),
     "device.devices": ("fetch", "keep", "load_on", "memory", "prefetch", "remote", "run_on", "synchronize"),
-    "detached.run": ("Run", "attach", "runs"),
+    "detached.find": ("attach", "runs"),
+    "detached.run": ("Run",),
     "host.trial": ("report",),
     "context": ("InstanceInfo", "instance_info", "shard", "silent", "stderr", "stdout"),
     "calls.call": ("Call", "Function", "function", "gather"),

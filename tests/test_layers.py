@@ -53,7 +53,6 @@ MAY_IMPORT = {
 LARGEST_MODULE = 450
 """Lines, unless a reason is given here."""
 LARGER = {
-    "detached.run": "a run, and how it is found: what users call, with what each of it promises",
     "pool.compute": "all that users do with a pool, with what each of them promises; most of it is docstrings",
 }
 """Longer modules, each with the reason why it is one noun."""

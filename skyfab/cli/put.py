@@ -81,7 +81,7 @@ def get(
         skyfab get --run=night --to=results
     """
     from skyfab.cli.host_selection import selected
-    from skyfab.detached.run import attached
+    from skyfab.detached.find import attached
     from skyfab.detached.written import required_folder
 
     required_folder()

@@ -76,7 +76,7 @@ def _survey(
     `show` is called with the runs; with those that are known first, if some hosts take long.
     """
     from skyfab.cli.host_selection import selected
-    from skyfab.detached.run import survey
+    from skyfab.detached.find import survey
     from skyfab.session.ask import Asker
 
     known, chosen = selected(hosts, inventory, quiet=show is None, here=True)
@@ -172,7 +172,7 @@ def logs(
         skyfab logs night -f --rank=0
         skyfab logs night --since=10m --timestamps
     """
-    from skyfab.detached.run import attached
+    from skyfab.detached.find import attached
 
     begin = options.begin
     try:
@@ -202,7 +202,7 @@ def attach(id_: RunName, hosts: RunHosts = None, inventory: InventoryFile = None
         skyfab attach 3f2a91c0
         skyfab attach night --tail=20
     """
-    from skyfab.detached.run import attached
+    from skyfab.detached.find import attached
     from skyfab.ui.failure import left_running
 
     begin = options.begin
@@ -287,7 +287,7 @@ def stop(
         skyfab stop 3f2a91c0
         skyfab stop --all
     """
-    from skyfab.detached.run import attached
+    from skyfab.detached.find import attached
 
     if all_ == bool(id_):
         raise UsageError("expected the ID or name of a run, or --all", hint="to list runs: skyfab runs")

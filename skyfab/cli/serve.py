@@ -96,7 +96,7 @@ def _port_of(ready: str) -> int:
 
 def _follow(run: Run, name: str, hosts: Sequence[Host], port: int, local: int | None) -> None:
     """Reports the server's state, and forwards its port once it is ready, until Ctrl-C. Raises the server's error."""
-    from skyfab.detached.run import attached
+    from skyfab.detached.find import attached
     from skyfab.host.phase import without_times
     from skyfab.pool.forward import Forwards
     from skyfab.ui.events import Events

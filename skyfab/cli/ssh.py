@@ -91,7 +91,7 @@ def of_project(host: Host, command: str) -> InteractiveShell:
 
 
 def _of_run(name: str, host: Host, inventory: Inventory, command: str) -> InteractiveShell:
-    from skyfab.detached.run import attach
+    from skyfab.detached.find import attach
     from skyfab.session.interactive import InteractiveShell
 
     run = attach(name, [host], inventory=inventory, results="data")

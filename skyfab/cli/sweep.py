@@ -146,7 +146,7 @@ def _slots(nodes: Sequence[Node], gpus: float, limit: int | None) -> list[Sequen
 
 def _known(name: str, label: str, compute: Compute) -> dict[tuple[str, ...], Trial]:
     """The trials of the last sweep of this script with this name. Raises UsageError if it is not over."""
-    from skyfab.detached.run import attached
+    from skyfab.detached.find import attached
     from skyfab.detached.sweep import Sweep
 
     def is_of_this(run: Run) -> bool:
@@ -190,7 +190,7 @@ def _planned(
 def _show(name: str, hosts: Any, inventory: Any, results: Results, *, follow: bool, is_own: bool = False) -> int:
     """Shows a sweep, with `follow` until it has ended; Ctrl-C leaves it running, unless it `is_own`. Exit code."""
     from skyfab.cli.detach import asked, tell_how_to_attach
-    from skyfab.detached.run import attached
+    from skyfab.detached.find import attached
     from skyfab.detached.sweep import Sweep
     from skyfab.ui.table import aligned
 

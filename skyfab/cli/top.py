@@ -54,7 +54,7 @@ def top(
 def _once(inventory: Inventory, hosts: Sequence[Host], *, as_json: bool) -> int:
     from skyfab.cli.hosts import Facts, show_facts
     from skyfab.cli.runs import facts_of, show_runs
-    from skyfab.detached.run import runs_of
+    from skyfab.detached.find import runs_of
     from skyfab.inspect.survey import SURVEY
     from skyfab.inspect.top.monitor import RUNS
     from skyfab.inspect.top.snapshot import is_older

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.image import Image
-from skyfab.detached.run import attached, runs
+from skyfab.detached.find import attached, runs
 from skyfab.device import devices
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host

@@ -33,8 +33,9 @@ from skyfab.calls.pack import PackedCall, collect, pack_function, pack_streams, 
 from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
 from skyfab.calls.stream import Stream
+from skyfab.detached.find import attach, runs
 from skyfab.detached.noted import note_used
-from skyfab.detached.run import Run, attach, runs
+from skyfab.detached.run import Run
 from skyfab.errors import UsageError
 from skyfab.files.transfer import Report
 from skyfab.host.agent.actors import construct

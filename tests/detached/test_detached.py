@@ -23,7 +23,7 @@ from stage.threads import begin
 from stage.typist import Typist
 
 import skyfab as sky
-from skyfab.detached.run import attached
+from skyfab.detached.find import attached
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
 from skyfab.session.session import Session

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import skyfab as sky
+from skyfab.detached.find import runs_of
 from skyfab.detached.folder import Part, question
 from skyfab.detached.logs import LogReader
-from skyfab.detached.run import runs_of
 from skyfab.host.agent import run_folder
 from skyfab.host.agent.run_folder import RunFolder
 from skyfab.host.ask import runs

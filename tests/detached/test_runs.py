@@ -12,7 +12,7 @@ from stage.run_hosts import ID, Hosts, Several, lines, lost, part, raised, retur
 
 import skyfab as sky
 from skyfab.cli.runs import facts_of
-from skyfab.detached.run import attached, runs_of, survey
+from skyfab.detached.find import attached, runs_of, survey
 from skyfab.protocol.messages import Ended
 from skyfab.session.ask import Asker, Reply
 

@@ -16,7 +16,7 @@ from stage.remote import leave, wait_for
 from stage.spot import Spot
 
 import skyfab as sky
-from skyfab.detached.run import attached
+from skyfab.detached.find import attached
 from skyfab.lab import Lab
 from skyfab.session import bootstrap
 

@@ -17,7 +17,7 @@ from stage.projects import inventory, skyfab
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.detached.run import attach
+from skyfab.detached.find import attach
 from skyfab.detached.written import project
 from skyfab.env import gc
 from skyfab.errors import ProtocolError

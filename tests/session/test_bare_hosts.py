@@ -10,7 +10,7 @@ import pytest
 from stage.projects import inventory, skyfab
 
 import skyfab as sky
-from skyfab.detached.run import attach
+from skyfab.detached.find import attach
 
 USER_MODULE = """
 from skyfab import Compute, Image, Inventory, attach, function

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import skyfab as sky
-from skyfab.detached.run import survey
+from skyfab.detached.find import survey
 from skyfab.protocol import codec
 from skyfab.protocol.messages import Message, Raised, Result
 from skyfab.session.ask import Asker, Question, Reply

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from skyfab._util.sizes import counted
+from skyfab.detached.find import runs_of
 from skyfab.detached.folder import Part
-from skyfab.detached.run import Run, runs_of
+from skyfab.detached.run import Run
 from skyfab.host.gpu_locks import age
 from skyfab.inspect.columns import NAMES, cells
 from skyfab.inspect.top.monitor import Seen

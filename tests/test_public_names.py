@@ -341,13 +341,6 @@ def test_groups_can_be_split_by_type() -> None:
     assert lost.results == group.results
 
 
-@pytest.mark.parametrize("name", ["accelerator", "vcpus", "memory_gb", "region"])
-def test_an_option_of_rented_machines_says_what_to_write_instead(name: str) -> None:
-    with pytest.raises(skyfab.UsageError, match=f"{name}=") as raised:
-        skyfab.Compute(**{name: "A100"})  # type: ignore[arg-type]
-    assert "hosts=" in str(raised.value.hint) and "inventory.toml" in str(raised.value.hint)
-
-
 def test_other_unknown_parameters_are_a_type_error() -> None:
     with pytest.raises(TypeError, match="hots"):
         skyfab.Compute(hots="local")  # type: ignore[call-arg]
@@ -363,9 +356,6 @@ def test_names_of_skyward_have_a_hint(name: str, hint: str) -> None:
         getattr(skyfab, name)
     with pytest.raises(AttributeError, match=r"no attribute 'Nothing'$"):
         _ = skyfab.Nothing  # type: ignore[attr-defined]
-    with pytest.raises(errors.UsageError, match="no option worker=") as caught:
-        skyfab.Compute("local", worker=2)  # type: ignore[call-arg]
-    assert "slots=N" in str(caught.value.hint)
 
 
 def test_an_error_of_several_ranks_can_be_shown_if_an_exception_cannot() -> None:

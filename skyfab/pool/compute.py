@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, overload
 
 from skyfab._util.html import ShownAsTable
 from skyfab._util.signals import SIGNAL_GUARD, without_signals
@@ -85,7 +85,6 @@ if TYPE_CHECKING:
     from skyfab.pool.fetch import Fetched
     from skyfab.pool.mirror import Mirror
 
-P = ParamSpec("P")
 R = TypeVar("R")
 T = TypeVar("T")
 _Items = Iterable[Any]
@@ -98,31 +97,6 @@ _ELASTIC: Final = 10.0
 _open_pools: Final[weakref.WeakSet[Compute]] = weakref.WeakSet()
 """Those of this process."""
 
-_CLOUD_OPTIONS: Final = frozenset(
-    (
-        *("accelerator", "accelerators", "gpu", "vcpus", "cpus", "memory", "memory_gb", "disk", "disk_gb"),
-        *("architecture", "instance_type", "cloud", "region", "zone", "spot", "allocation", "max_hourly_cost", "ttl"),
-    )
-)
-"""Options of tools that rent machines."""
-
-
-def _with_hint_for_cloud_options(init: Callable[P, None]) -> Callable[P, None]:
-    """Makes a constructor raise UsageError for options of tools that rent machines."""
-
-    @functools.wraps(init)
-    def checked(*args: P.args, **options: P.kwargs) -> None:
-        if "worker" in options:
-            raise UsageError(
-                "Compute has no option worker=", hint="slots=N: how many solo calls a host runs in parallel"
-            )
-        for name in _CLOUD_OPTIONS.intersection(options):
-            hint = "list your machines in inventory.toml, and choose by name, group or tag: Compute(hosts=…)"
-            raise UsageError(f"Compute has no option {name}=: it does not rent machines", hint=hint)
-        init(*args, **options)
-
-    return checked
-
 
 class Compute(ShownAsTable):
     """A pool of hosts. Use it in a ``with`` block: at its end, all of the pool's processes on the hosts are stopped.
@@ -133,7 +107,6 @@ class Compute(ShownAsTable):
     4
     """
 
-    @_with_hint_for_cloud_options
     def __init__(
         self,
         hosts: str | Iterable[str | Host] | None = None,

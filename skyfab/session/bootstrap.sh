@@ -38,7 +38,7 @@ if test -e "$c"; then
     *) test -O "$c" && r= || r="belongs to another user";;
   esac
   # The owner of a link can make it lead elsewhere at any time, and who can write to a folder can replace what is in it.
-  # Above the home folder none is checked, as in link.py.
+  # Above the home folder none is checked: a user who can replace that controls the account anyway.
   h=$HOME/
   for q in "${c%/}" "$(cd -P "$c" 2>/dev/null && pwd -P)"; do
     while test -n "$q" && test "${h#"$q"/}" = "$h"; do

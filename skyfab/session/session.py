@@ -157,13 +157,13 @@ class Session:
         finally:
             transport.close()
 
-    def ask(self, message: Message, parts: Sequence[Buffer] = ()) -> Message:
+    def ask(self, message: Message) -> Message:
         """Sends a message and waits for its reply. Raises the error that the host reports."""
         refuse_to_wait()
         reply = Reply()
         SIGNAL_GUARD.wrap()
         with SIGNAL_GUARD:
-            self.send(message, parts, answer=reply.answered, failure=reply.failed)
+            self.send(message, answer=reply.answered, failure=reply.failed)
             self.read_until_there(reply)
             found, _ = reply.wait()
         if isinstance(found, messages.Failed):

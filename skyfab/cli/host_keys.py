@@ -71,20 +71,21 @@ def _entry(host: Host, known_hosts: str | None) -> Entry:
             hint=f"change or remove host_key in [hosts.{host.name}]",
         )
     settings = {keyword: values[0] for keyword, values in ssh_config.settings(host).items()}
-    address, port = settings["hostname"], settings["port"]
     if {settings.get("proxyjump", "none"), settings.get("proxycommand", "none"), host.jump or "none"} != {"none"}:
         way = f"-J {host.jump} " if host.jump else ""
+        way += f"-p {host.port} " if host.port else ""
         raise UsageError(
             "its key cannot be fetched through a jump host",
             host=host.name,
-            hint=f"let ssh ask: ssh {way}-o StrictHostKeyChecking=ask -p {port} {host.destination} true",
+            hint=f"let ssh ask: ssh {way}-o StrictHostKeyChecking=ask {host.destination} true",
         )
+    address, port = settings["hostname"], settings["port"]
     # ssh prints several files in one line, unquoted: each begins with a slash or a tilde.
     path = known_hosts or re.split(r" (?=[/~])", settings["userknownhostsfile"])[0]
     file = Path(path).expanduser().resolve()
-    if file.exists() and not file.is_file():  # such as /dev/null
+    if path == "none" or (file.exists() and not file.is_file()):  # /dev/null
         raise UsageError(
-            f"host keys cannot be recorded in {file}: not a regular file",
+            f"host keys cannot be recorded in {path}: not a regular file",
             hint="it is the UserKnownHostsFile of ssh_config; choose another: --known-hosts=FILE",
         )
     name = settings.get("hostkeyalias", address if port == "22" else f"[{address}]:{port}")

@@ -96,8 +96,10 @@ def _named(hosts: Sequence[Host]) -> list[Host]:
     found: dict[str, Host] = {}
     for host in hosts:
         name = host.name if NAME.fullmatch(host.name) else re.sub(r"[^\w.+]+", "-", host.destination).strip("-")
-        if name in found:
-            name = f"{name}-{host.port or len(found)}"
+        if name in found and host.port:
+            name = f"{name}-{host.port}"
+        while name in found:
+            name = f"{name}-{len(found)}"
         found[name] = host if name == host.name else replace(host, name=name, address=host.destination)
     return list(found.values())
 

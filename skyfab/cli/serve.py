@@ -68,6 +68,8 @@ def serve(
     from skyfab.plugins.base import OwnPort
 
     script, _ = parsed(COMMAND, words, task=f"serve {name}")
+    if port > 65535:
+        raise UsageError(f"invalid --port={port}", hint="expected a number from 1 to 65535")
     port = port or _port_of(ready)
     settings = options.project(script)
     with claim.added_to(options).pool(script, settings, ranks=ranks, here=1, plugins=[OwnPort()]) as compute:

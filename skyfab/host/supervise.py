@@ -416,7 +416,7 @@ class _Readiness:
             for path, size in self._logs.items():
                 with open(path, "rb") as file:
                     end = file.seek(0, os.SEEK_END)
-                    file.seek(max(min(size, end), end - _TAIL))  # it may have been rotated
+                    file.seek(max(size if size <= end else 0, end - _TAIL))  # else it has been rotated
                     if self._ready.encode() in file.read(_TAIL):
                         return True
         return not self._ready

@@ -7,7 +7,7 @@ import itertools
 import operator
 import re
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
 from skyfab._util.sizes import readable
@@ -20,10 +20,10 @@ Value = Any
 """A number, a string, a tuple of strings, or None for what a host does not have."""
 
 NAMES: Final[Mapping[str, Callable[[Host, Survey], Value]]] = {
-    "gpus": lambda host, survey: len(survey.gpus),
-    "gpu.memory": lambda host, survey: _least(gpu.memory for gpu in survey.gpus),
-    "gpu.free": lambda host, survey: _least(gpu.memory_free for gpu in survey.gpus),
-    "gpu.use": lambda host, survey: max((gpu.use or 0 for gpu in survey.gpus), default=None),
+    "gpus": lambda host, survey: survey.gpus_of(host),
+    "gpu.memory": lambda host, survey: min(_known(gpu.memory for gpu in survey.gpus), default=None),
+    "gpu.free": lambda host, survey: min(_known(gpu.memory_free for gpu in survey.gpus), default=None),
+    "gpu.use": lambda host, survey: max(_known(gpu.use for gpu in survey.gpus), default=None),
     "gpu.name": lambda host, survey: ", ".join(gpu.name for gpu in survey.gpus),
     "gpus.free": lambda host, survey: survey.free_gpus(host),
     "memory": lambda host, survey: survey.memory,
@@ -61,9 +61,8 @@ _HINT: Final = 'as in "gpu.memory >= 40GB and not busy"'
 Test = Callable[[Mapping[str, Value]], Value]
 
 
-def _least(values: Any) -> Value:
-    known = [value for value in values if value is not None]
-    return min(known, default=None)
+def _known(values: Iterable[Value]) -> list[Value]:
+    return [value for value in values if value is not None]
 
 
 class Condition:

@@ -112,8 +112,8 @@ class Survey:
         return self.load is not None and self.load >= self.cpus
 
     def gpus_of(self, host: Host) -> int:
-        """How many GPUs the host has, by what its driver or the inventory says."""
-        return self.gpu_count if host.gpus == "auto" else len(host.gpus)
+        """How many GPUs the host has, by what its driver, its tool or the inventory says."""
+        return max(self.gpu_count, len(self.gpus)) if host.gpus == "auto" else len(host.gpus)
 
     def free_gpus(self, host: Host) -> int:
         """How many of them neither a run of skyfab nor another program uses, and nobody waits for."""

@@ -127,7 +127,9 @@ def _add(listing: Listing, name: str, variables: Mapping[str, Any]) -> None:
     for key, words in _KEYS.items():
         for variable in words:
             value = used.get(variable)
-            if value not in (None, ""):
+            if key == "identity" and "{{" in str(value):  # in the others, the checks of their values find it
+                listing.mistakes.note(f"{at} {variable}", f"contains a template: {value!r}", "write the path")
+            elif value not in (None, ""):
                 keys[key] = _converted(key, value)
                 places[key] = f"{at} {variable}"
     for variable in filter(used.__contains__, _ARGS):

@@ -21,6 +21,7 @@ MOST_SLOTS = 4096
 _USER = r"\w([\w.+\\@-]*[\w-])?"
 _PLACE = re.compile(r"(?:\[(?P<ipv6>[^\[\]]+)\]|(?P<host>\w[\w.+-]*))(?::(?P<port>[0-9]{1,5}))?")
 _IPV6 = re.compile(r"[0-9a-fA-F:.]+(%\w[\w.-]*)?")
+_FOLDER = "/.*|~(/.*)?"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _LETTERS = "use letters, digits, '.', '_', '+' and '-'"
 
@@ -343,9 +344,9 @@ CHECKS: Mapping[str, Callable[[object], Any]] = {
     ),
     "gpus": _gpus,
     "slots": _slots,
-    "cache": _matching("[/~].*", "must be an absolute path on the host", "start it with / or ~/"),
+    "cache": _matching(_FOLDER, "must be an absolute path on the host", "start it with / or ~/"),
     "workdir": _matching(
-        "auto|temp|[/~].*", "must be an absolute path on the host", 'start it with / or ~/; or "auto", or "temp"'
+        f"auto|temp|{_FOLDER}", "must be an absolute path on the host", 'start it with / or ~/; or "auto", or "temp"'
     ),
     "setup": _setup,
     "container": _matching(r"[A-Za-z0-9][\w.-]*", "not the name of a container", "as podman ps or docker ps prints it"),

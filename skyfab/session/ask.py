@@ -53,6 +53,8 @@ _INVALID: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionErr
 _HEARTBEAT: Final = 1.0
 _SILENCE: Final = 60.0
 """Seconds without a frame of the host after which it is lost: it answers each heartbeat."""
+_IDLE: Final = 30.0
+"""Seconds without a question after which a connection is not handed on: the host ends it after 60 s."""
 _SOON: Final = 2
 """Seconds in which a host must accept a connection: others have answered, and the user waits."""
 
@@ -166,7 +168,10 @@ class Asker:
         return self.lines[host.name].ask(question, self)
 
     def take(self, host: Host) -> Transport | None:
-        """The connection to a host, for another purpose: its `open` runs a command there without another login."""
+        """The connection to a host, for another purpose: its `open` runs a command there without another login.
+
+        None if it has none, or did not use it for long.
+        """
         return self.lines[host.name].take()
 
 
@@ -292,8 +297,11 @@ class _Line:
 
     def take(self) -> Transport | None:
         with self._lock:
-            frames, transport, self._frames, self._transport = self._frames, self._transport, None, None
-            return None if frames is None or transport is None else _Taken(frames, transport)
+            frames, transport = self._frames, self._transport
+            if frames is None or transport is None or time.monotonic() - frames.heard > _IDLE:
+                return None
+            self._frames = self._transport = None
+            return _Taken(frames, transport)
 
 
 def _is_direct(host: Host, inventory: Inventory) -> bool:
@@ -312,7 +320,8 @@ class _Frames:
         """Whether anything of the answer to the last question has arrived."""
         self.answered = time.monotonic()
         """When a part of the answer has arrived, or the question was sent. Heartbeats do not count."""
-        self._heard = 0.0
+        self.heard = 0.0
+        """When anything has arrived."""
         self._has_started = False
         self._host = host
         self._deadline = Deadline(host, float("inf"), stopped)
@@ -350,7 +359,7 @@ class _Frames:
                 raise self._explain() from None
 
     def _parts(self, name: str) -> Iterator[Reply]:
-        self._heard = beat = self.answered = time.monotonic()
+        self.heard = beat = self.answered = time.monotonic()
         while True:
             replies, self._replies = self._replies, []
             for about, data in replies:
@@ -363,18 +372,17 @@ class _Frames:
             try:
                 if not self._reader.pump(self.stream.recv_into):
                     raise self._explain()
-                self._heard = time.monotonic()
+                self.heard = time.monotonic()
             except ProtocolError as error:
                 error.host = self._host.name
                 raise
             except BlockingIOError:
-                now = time.monotonic()
-                if now - self._heard > _SILENCE:
+                if time.monotonic() - self.heard > _SILENCE:
                     raise HostLost(f"no response for {_SILENCE:.0f} s", host=self._host.name) from None
-                if now - beat > _HEARTBEAT:
-                    beat = now
-                    self._send(frame(PING))
                 self._deadline.a_moment(self.stream)
+            if time.monotonic() - beat > _HEARTBEAT:  # also while output arrives: the host hears nothing else
+                beat = time.monotonic()
+                self._send(frame(PING))
 
     def _explain(self) -> Exception:
         error = self.stream.explain()

@@ -84,10 +84,10 @@ class OpenSSH:
         self._connect_timeout = connect_timeout
         self.servers = servers_of(host, inventory)
         self._aliases = {
-            hop: f"skyfab-jump-{number}" if hop.name in inventory.hosts else hop.login
+            hop: f"skyfab-jump-{number}" if hop.name in inventory.hosts or hop.host_key or hop.identity else hop.login
             for number, hop in enumerate(self._jumps)
         }
-        """The name of each hop for ssh: a host of the inventory by its own Host block, any other literally."""
+        """The name of each hop for ssh: by its own Host block if the inventory has settings for it, else literally."""
         self._folders: list[Path] = []
         """The folder of files that ssh needs, if it has been made."""
         self._prompts = Prompts()

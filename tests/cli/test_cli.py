@@ -160,6 +160,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
             ["serve", "web", "--ready=file:///etc/passwd", "--", "true"],
             "error: invalid --ready=file:///etc/passwd\nhint: expected an http or https URL, ",
         ),
+        (["serve", "web", "--port=70000", "--", "true"], "error: invalid --port=70000\nhint: expected a number "),
         (["run", "node1", "x.py", "-a"], "hint: to name hosts: skyfab run --hosts=node1 x.py -a\n"),
         (["run", "--quux=3", "x.py"], "hint: options of the program follow it: skyfab run x.py --quux=3\n"),
         (["run", "--epochs=3", "x.py"], "hint: options of the program follow it: skyfab run x.py --epochs=3\n"),
@@ -536,6 +537,23 @@ def test_an_address_of_many_aliases_is_asked_for_its_key_once(
     code, out, _ = skyfab("trust", "--hosts=a,b,c", f"--known-hosts={tmp_path}/known", "--yes")
     assert code == 0, out
     assert (tmp_path / "asked").read_text() == "asked\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("ProxyJump a", "its key cannot be fetched through a jump host\nhint: let ssh ask: ssh -o "),
+        ("UserKnownHostsFile none", "host keys cannot be recorded in none: not a regular file\nhint: "),
+    ],
+    ids=["its own jump host", "no file"],
+)
+def test_settings_of_ssh_config_with_which_no_key_can_be_recorded(
+    line: str, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, skyfab: Skyfab
+) -> None:
+    (tmp_path / "config").write_text(f"Host a\n  {line}\n")
+    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))
+    code, _, err = skyfab("trust", "--hosts=a", "--yes")
+    assert code == 2 and what in err
 
 
 @pytest.mark.lab

@@ -10,6 +10,8 @@ from stage.labs import start
 from stage.projects import skyfab
 from stage.typist import Typist
 
+from skyfab.cli.init import _named
+from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 
 ODD = """
@@ -79,6 +81,13 @@ def test_a_typo_at_the_question_names_what_was_meant(tmp_path: Path) -> None:
             typist.types(typed)
             assert typist.ends() == code, typist.said
             assert said in typist.said
+
+
+def test_each_login_of_a_host_has_a_name_of_its_own() -> None:
+    words = ("ada@h", "bob@h", "eve@h:22", "ada@h:2222", "bob@h:2222", "eve@h:2222")
+    named = _named([host for word in words if (host := Host.ad_hoc(word))])
+    assert [host.name for host in named] == ["h", "h-1", "h-22", "h-2222", "h-2222-4", "h-2222-5"]
+    assert [host.login for host in named] == list(words)
 
 
 def test_no_host_can_be_used(tmp_path: Path) -> None:

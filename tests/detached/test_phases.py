@@ -18,6 +18,7 @@ from skyfab import context
 from skyfab.detached.folder import question
 from skyfab.host import phase
 from skyfab.host.rank_channel import Channel, Head
+from skyfab.host.supervise import _Readiness
 from skyfab.lab import Lab
 from skyfab.plugins.base import OwnPort
 from skyfab.session.ask import Reply
@@ -100,3 +101,18 @@ def test_a_phase_that_is_not_one_is_not_believed(noted: object) -> None:
     about |= {"on": "all", "elastic": False}
     told = {"about": about, "state": "running", "started": 1.5e9, "phase": noted}
     assert question().parse(sky.Host(name="liar"), iter([Reply(json.loads(json.dumps(told)), b"")])) == []
+
+
+def test_a_server_whose_log_is_rotated_while_it_starts_becomes_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(context, "_run", str(tmp_path))
+    log = tmp_path / "logs" / "0.out"
+    log.parent.mkdir()
+    log.write_text("ready\n" * 100)
+    log.with_suffix(".err").touch()
+    readiness = _Readiness({"port": 0, "ready": "ready", "timeout": 60.0})
+    assert not readiness._is_ready(), "an earlier start has printed it"
+    log.rename(f"{log}.1")
+    log.write_text("ready\n")
+    assert readiness._is_ready()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -78,6 +79,19 @@ USED = Survey(
 def test_what_conditions_mean(text: str, bare: bool, two: bool, used: bool) -> None:
     condition = Condition(text)
     assert [condition.fits(HOST, survey) for survey in (BARE, TWO, USED)] == [bare, two, used]
+
+
+def test_gpus_are_those_of_the_inventory_and_of_the_driver() -> None:
+    """As in `skyfab hosts`, also without a tool."""
+    assert Condition("gpus == 1").fits(replace(HOST, gpus=(1,)), TWO)
+    assert Condition("gpus == 4").fits(HOST, replace(BARE, gpu_count=4))
+
+
+def test_an_unknown_use_is_no_value() -> None:
+    """A GPU that is divided (MIG) does not say it."""
+    gpus = (Gpu(index=0, name="H100"), Gpu(index=1, name="H100"))
+    assert not Condition("gpu.use < 10").fits(HOST, replace(BARE, gpus=gpus))
+    assert not Condition("gpu.use < 10").fits(HOST, replace(BARE, gpus=(replace(gpus[0], use=97), gpus[1])))
 
 
 def test_processors_count_where_there_is_no_gpu() -> None:

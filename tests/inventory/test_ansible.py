@@ -185,6 +185,10 @@ def test_what_is_taken_for_an_inventory_of_ansible(name: str, text: str, found: 
     [
         ("[g]", "hosts.ini: has no hosts"),
         ("a\nb ansible_host='{{ x }}'", "hosts.ini: 'b' ansible_host: not a host name or IP address: '{{ x }}'"),
+        (
+            "a ansible_ssh_private_key_file='{{ x }}/id'",
+            "hosts.ini: 'a' ansible_ssh_private_key_file: contains a template: '{{ x }}/id'",
+        ),
         ("a ansible_port=ssh", "hosts.ini: 'a' ansible_port: must be an integer, not a string"),
         ("a ansible_port=70000", "hosts.ini: 'a' ansible_port: must be from 1 to 65535"),
         ("a ansible_host=-oX", "hosts.ini: 'a' ansible_host: must not start with '-'"),

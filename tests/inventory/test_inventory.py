@@ -583,6 +583,8 @@ def test_a_mistake_is_one_error_with_file_table_key_and_hint(text: str, message:
         ("slots", "1000000", "must be between 1 and 4,096, not 1000000", "!name"),
         ("slots", "false", "must be an integer, not a boolean", ""),
         ("cache", '"scratch"', "must be an absolute path on the host: 'scratch'", "~/"),
+        ("cache", '"~ada/scratch"', "must be an absolute path on the host: '~ada/scratch'", "~/"),
+        ("workdir", '"~ada"', "must be an absolute path on the host: '~ada'", "~/"),
         ("transport", '"tcp"', "unknown transport: 'tcp'", "one of auto, openssh, fabric, local"),
         ("interface", '"eth 0"', "not a network interface: 'eth 0'", "ip link"),
         ("tags", '"a100"', "must be an array, not a string", 'tags = ["a100"]'),

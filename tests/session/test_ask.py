@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from stage.spot import until
 
 import skyfab as sky
 from skyfab.errors import HostLost, HostUnfit, ProtocolError
+from skyfab.host.ask.command import _output
 from skyfab.inspect.survey import SURVEY
 from skyfab.protocol.frames import HEAD, PING, PONG, frame
 from skyfab.session import ask
@@ -88,7 +90,16 @@ def test_a_connection_that_ended_while_nothing_was_asked_is_renewed(here: sky.Ho
     assert len(logins) == 2
 
 
-def test_an_answer_comes_in_parts_and_ends_with_the_asker(here: sky.Host, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "line",
+    [
+        "echo $$ $PWD; exec sleep 100",
+        "trap '' TERM; echo $$ $PWD; exec sleep 100",
+        "sh -c 'trap \"\" TERM; echo $$ $PWD; exec sleep 100'; true",
+    ],
+    ids=["obeys", "ignores SIGTERM", "its child ignores SIGTERM"],
+)
+def test_an_answer_comes_in_parts_and_ends_with_the_asker(here: sky.Host, line: str) -> None:
     """What a question has started does not outlive the client, nor does its temporary folder."""
 
     def parse(host: sky.Host, replies: Iterator[Reply]) -> int:
@@ -98,7 +109,7 @@ def test_an_answer_comes_in_parts_and_ends_with_the_asker(here: sky.Host, tmp_pa
         raise KeyboardInterrupt(pid, folder)
 
     with pytest.raises(KeyboardInterrupt) as stopped, Asker([here], NOTHING) as asker:
-        asker.ask_one(command("echo $$ $PWD; exec sleep 100", parse), here)
+        asker.ask_one(command(line, parse), here)
     pid, folder = stopped.value.args
     until(lambda: not Path(f"/proc/{pid}/fd").exists() and not Path(folder).exists())
 
@@ -119,6 +130,13 @@ def test_a_command_gives_its_output_and_its_exit_code(here: sky.Host) -> None:
         began = time.monotonic()
         asker.ask_one(command("sleep 100 & echo $!", parse), here)
         assert time.monotonic() - began < 90, "what runs in the background is not waited for"
+
+
+def test_output_that_is_written_while_the_end_is_noticed_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at its pipes and the look at the process, it writes and ends."""
+    monkeypatch.setattr(subprocess.Popen, "poll", subprocess.Popen.wait)
+    with subprocess.Popen(["sh", "-c", "sleep 0.2; echo x"], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert list(_output(process)) == [("stdout", b"x\n")]
 
 
 def test_a_host_that_cannot_be_reached_is_not_tried_at_every_question() -> None:
@@ -173,6 +191,22 @@ def test_another_command_runs_over_the_connection_of_a_question(
         assert len(joined) == 1
     finally:
         stream.close()
+        transport.close()
+    assert len(logins) == 1
+
+
+def test_a_connection_that_its_host_may_have_ended_is_not_handed_on(
+    here: sky.Host, logins: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It gets no heartbeats while another host is asked."""
+    with Asker([here], NOTHING) as asker:
+        asker.ask_one(CLOCK, here)
+        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 31)
+        monkeypatch.setattr(ask, "time", later)
+        assert asker.take(here) is None
+        asker.ask_one(CLOCK, here)
+        transport = asker.take(here)
+        assert transport is not None
         transport.close()
     assert len(logins) == 1
 
@@ -318,6 +352,23 @@ def test_a_silent_host_is_sent_heartbeats_and_is_lost_after_a_minute(
     else:
         assert frames.ask(Question("x", only_of)) == 2
         assert stream.pings == pings
+
+
+class Chatty(Silent):
+    """Has a part of its answer for each read."""
+
+    def recv_into(self, view: memoryview) -> int:
+        self._said = frame(HEAD, 1, b'{"value": 2}' if self.now < 9 else b'{"end": 1}')
+        return super().recv_into(view)
+
+
+def test_a_host_is_sent_heartbeats_while_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would take the client for gone."""
+    stream = Chatty(0, b"")
+    monkeypatch.setattr(ask, "time", SimpleNamespace(monotonic=lambda: stream.now))
+    frames = ask._Frames(sky.Host(name="chatty"), stream, lambda: False)  # type: ignore[arg-type]
+    assert frames.ask(Question("x", lambda host, replies: len(list(replies)))) == 9
+    assert stream.pings == [2, 4, 6, 8, 10]
 
 
 def test_only_a_host_that_is_reached_directly_has_less_time_to_accept_a_connection(

@@ -97,6 +97,24 @@ def test_settings_of_ssh_config_neither_weaken_a_login_nor_change_its_streams(
     assert [one["sessiontype"] for one in found[:2]] == ["default", "none"]
 
 
+@pytest.mark.parametrize("jump", ["gateway", "root@gateway", "gateway:2201"])
+def test_a_jump_host_of_the_inventory_keeps_its_keys_with_another_user_or_port(jump: str) -> None:
+    host = sky.Host(name="node1", address="127.0.0.1", jump=jump)
+    key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIPUnK2Ray/BWDM/iFcd8qYpFn0ZZwGRpokCBZRVDGLkJ"
+    gateway = sky.Host(name="gateway", address="192.0.2.1", user="ada", port=2200, host_key=key, identity="/keys/id")
+    way = OpenSSH(host, sky.Inventory(hosts={"node1": host, "gateway": gateway}))
+    with closing(way):
+        words = way.argv("true")
+        assert words[words.index("-J") + 1] == "skyfab-jump-0"
+        found = settings_of([*words[:4], "skyfab-jump-0"])
+        known = Path(found["userknownhostsfile"]).read_text()
+        assert "IdentityFile /keys/id\n" in Path(words[3]).read_text()
+    assert known == f"{found['hostkeyalias']} {gateway.host_key}\n"
+    assert (found["hostname"], found["identitiesonly"]) == ("192.0.2.1", "yes")
+    assert found["user"] == ("root" if "@" in jump else "ada")
+    assert found["port"] == ("2201" if ":" in jump else "2200")
+
+
 def test_ciphers_of_ssh_config_are_used(
     ssh_config: Callable[[str], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -62,6 +62,7 @@ def _output(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, bytes]]:
             assert pipe is not None
             selector.register(pipe, selectors.EVENT_READ, name)
         while selector.get_map():
+            has_ended = process.poll() is not None  # before the read, which finds all that it has written
             ready = selector.select(_TICK)
             for key, _ in ready:
                 piece = os.read(key.fd, _PIECE)
@@ -69,18 +70,21 @@ def _output(process: subprocess.Popen[bytes]) -> Iterator[tuple[str, bytes]]:
                     yield key.data, piece
                 else:
                     selector.unregister(key.fileobj)
-            if not ready and process.poll() is not None:
+            if has_ended and not ready:
                 break
     process.wait()
 
 
 def _end(process: subprocess.Popen[bytes], temporary: str) -> None:
     if process.poll() is None:
+        until = time.monotonic() + _GRACE
         os.killpg(process.pid, signal.SIGTERM)
-        try:
-            process.wait(_GRACE)
-        except subprocess.TimeoutExpired:
-            kill([process.pid])
+        with contextlib.suppress(OSError):  # nothing of its group is left; not only the shell may ignore SIGTERM
+            while time.monotonic() < until:
+                process.poll()
+                os.killpg(process.pid, 0)
+                time.sleep(_TICK)
+            kill([process.pid], group=process.pid)
     if temporary:
         shutil.rmtree(temporary, ignore_errors=True)
 

@@ -15,6 +15,7 @@ import os
 import queue
 import re
 import select
+import signal
 import threading
 
 from skyfab.errors import ProtocolError
@@ -49,6 +50,7 @@ class Server:
         except (OSError, ProtocolError):
             pass
         finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which a client on this machine sends if `end` takes long
             end()
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
@@ -110,13 +112,16 @@ class Server:
 
 AT_END: list[Callable[[], None]] = []
 """Called when the client is gone: a question ends there what it has started."""
+_ENDING: Final = threading.Lock()
+"""Held at the end: both threads may find that the client is gone."""
 
 
 def end() -> None:
     """Ends the process, and what its questions have started."""
-    for action in AT_END:
-        action()
-    os._exit(0)
+    with _ENDING:
+        for action in AT_END:
+            action()
+        os._exit(0)
 
 
 def serve(cache: str) -> None:

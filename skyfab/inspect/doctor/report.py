@@ -6,13 +6,16 @@ import platform
 import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from typing import Final
 
 from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted
+from skyfab.errors import InventoryError
 from skyfab.inspect.doctor.finding import LEVELS, SECTIONS, Finding, worst
 from skyfab.inventory.file import bare
 from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
 from skyfab.ui.terminal import clean
 
 _IPV4: Final = r"\b[0-9]{1,3}(?:\.[0-9]{1,3}){3}\b"
@@ -73,9 +76,11 @@ def exit_code(findings: Sequence[Finding]) -> int:
 # ---- for an issue
 
 
-def pasted(findings: Sequence[Finding], hosts: Sequence[Host], people: Iterable[str], version: str) -> str:
+def pasted(
+    findings: Sequence[Finding], hosts: Sequence[Host], inventory: Inventory, people: Iterable[str], version: str
+) -> str:
     """A block for an issue, without names of hosts and users, addresses and home folders."""
-    redact = Redaction(hosts, people)
+    redact = Redaction(hosts, inventory, people)
     system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
     found = [f"{redact(one.host)} {one.section}/{one.check} {one.level}: {redact(one.what)}" for one in findings]
     return "\n".join(["```", f"skyfab {version}, {system}, {sys.platform}", *found, "```"])
@@ -84,14 +89,18 @@ def pasted(findings: Sequence[Finding], hosts: Sequence[Host], people: Iterable[
 class Redaction:
     """Replaces private names and values. What a host prints itself may have more: read it before you post it."""
 
-    def __init__(self, hosts: Sequence[Host], people: Iterable[str]) -> None:
+    def __init__(self, hosts: Sequence[Host], inventory: Inventory, people: Iterable[str]) -> None:
         """`hosts` are numbered; `people` are names of users."""
-        users = {*people, *(host.user or "" for host in hosts)} - {"", "root"}
+        jumps: list[Host] = []
+        for host in hosts:
+            with suppress(InventoryError):  # jump hosts that form a loop
+                jumps += inventory.jump_chain(host)
+        users = {*people, *(host.user or "" for host in (*hosts, *jumps))} - {"", "root"}
         self._words = dict.fromkeys(users, "[user]")
+        for hop in jumps:
+            self._words |= dict.fromkeys((hop.name, hop.destination), "[jump host]")
         for number, host in enumerate(hosts, 1):
             self._words |= dict.fromkeys((host.name, host.destination), f"host{number}")
-            for hop in (host.jump or "none").split(","):
-                self._words.setdefault(hop, "none" if hop == "none" else "[jump host]")
 
     def __call__(self, text: str) -> str:
         text = clean(text, colour=False)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from skyfab.inventory.host import Host
-    from skyfab.session.ask import Reply
+    from skyfab.session.question import Reply
     from skyfab.ui.events import Events
 
 
@@ -48,7 +48,7 @@ def exec_(
     from skyfab.cli.ssh import of_project
     from skyfab.detached.written import current_folder
     from skyfab.pool.workdir import Workdirs, last_run
-    from skyfab.session.ask import Question
+    from skyfab.session.question import Question
 
     line = " ".join(words)
     if not line.strip():

@@ -11,7 +11,7 @@ from skyfab._util import schema
 from skyfab.detached.written import Written
 from skyfab.errors import ProtocolError, printable
 from skyfab.inventory.host import Host
-from skyfab.session.ask import Question, Reply
+from skyfab.session.question import Question, Reply
 
 State = Literal["running", "done", "failed", "stopped", "lost", "unreachable"]
 LATEST: Final = 1e11

@@ -12,7 +12,8 @@ from skyfab._util import schema
 from skyfab.detached.folder import LATEST
 from skyfab.errors import ProtocolError, SkyfabError
 from skyfab.inventory.host import Host
-from skyfab.session.ask import PASSING, Asker, Question, only
+from skyfab.session.ask import PASSING, Asker
+from skyfab.session.question import Question, only
 
 
 class LogLine(NamedTuple):

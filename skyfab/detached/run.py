@@ -23,8 +23,9 @@ from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.protocol import messages
 from skyfab.protocol.blobs import split
-from skyfab.session.ask import PASSING, Asker, Outcome, Question, only
+from skyfab.session.ask import PASSING, Asker, Outcome
 from skyfab.session.fanout import one_error
+from skyfab.session.question import Question, only
 from skyfab.ui.events import FilesWritten
 from skyfab.ui.failure import left_running
 from skyfab.ui.suppressed import is_noise

@@ -13,7 +13,7 @@ from skyfab.detached.folder import LATEST, content_of
 from skyfab.detached.run import Run
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host
-from skyfab.session.ask import Question
+from skyfab.session.question import Question
 
 LABEL: Final = "sweep "
 """How the function of a run that is a sweep begins."""

@@ -14,7 +14,7 @@ from skyfab._util.sizes import counted, readable
 from skyfab.errors import HostUnfit, UsageError
 from skyfab.host.ask.gc import gc_here
 from skyfab.inventory.host import Host
-from skyfab.session.ask import Question, Reply, only
+from skyfab.session.question import Question, Reply, only
 
 _WORDS: Final = {
     "envs": "environment",

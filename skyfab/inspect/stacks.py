@@ -11,7 +11,7 @@ from skyfab._util import schema
 from skyfab.calls.project import with_local_paths
 from skyfab.errors import located
 from skyfab.inventory.host import Host
-from skyfab.session.ask import Question, Reply
+from skyfab.session.question import Question, Reply
 
 _STARTS: Final = re.compile(r"(^|[/ ])(skyfab/calls/script\.py|runpy(\.py|>))$")
 """Files that start a script."""

@@ -7,7 +7,7 @@ from typing import Final
 
 from skyfab._util import schema
 from skyfab.inventory.host import Host
-from skyfab.session.ask import Question, only
+from skyfab.session.question import Question, only
 
 LIMITS: Final = schema.Limits(characters=300, items=1000)
 """For what a host says about itself."""

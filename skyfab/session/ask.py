@@ -5,27 +5,25 @@ One login for each host, on first use; it is kept for further questions, and ren
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final, Generic, NamedTuple, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, Generic, TypeVar
 
-from skyfab.errors import HostLost, HostUnfit, ProtocolError, SkyfabError, Unreachable
+from skyfab.errors import HostLost, SkyfabError, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.ssh_config import known_settings
-from skyfab.protocol.frames import HEAD, PING, Reader, frame
 from skyfab.session.backoff import Backoff
-from skyfab.session.bootstrap import CACHE_HINT, Bootstrap, cannot_run, log_in
+from skyfab.session.bootstrap import Bootstrap, log_in
 from skyfab.session.bundle import bundle
 from skyfab.session.fanout import PATIENCE, Raised, for_each_host
-from skyfab.session.shell import Deadline, Shell
+from skyfab.session.question import Question, QuestionStream
+from skyfab.session.shell import Shell
 from skyfab.ssh import CONNECT_TIMEOUT, transport_for
 from skyfab.ssh.base import Stream, Transport
 from skyfab.ssh.logins import retry
@@ -46,35 +44,10 @@ _LONGEST: Final = 15.0
 """The maximum that these seconds grow to."""
 _CLOSE: Final = 3.0
 """Seconds that a thread has to stop, as while it asks the user for a password."""
-_STORAGE: Final = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-"""Errors of the cache folder."""
-_INVALID: Final = (ValueError, KeyError, TypeError, AttributeError, RecursionError, StopIteration, OverflowError)
-"""What reading an invalid answer raises."""
 _HEARTBEAT: Final = 1.0
-_SILENCE: Final = 60.0
-"""Seconds without a frame of the host after which it is lost: it answers each heartbeat."""
-_IDLE: Final = 30.0
-"""Seconds without a question after which a connection is not handed on: the host ends it after 60 s."""
+"""Seconds between two heartbeats: a host takes a client that sends none for a minute for gone."""
 _SOON: Final = 2
 """Seconds in which a host must accept a connection: others have answered, and the user waits."""
-
-
-class Reply(NamedTuple):
-    """One part of an answer."""
-
-    value: Any
-    """JSON, not checked yet: a host may send anything."""
-    data: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Question(Generic[T]):
-    """A function of skyfab.host.ask, and how its answer is read."""
-
-    name: str
-    parse: Callable[[Host, Iterator[Reply]], T]
-    """Called with the replies as they arrive. Raises ValueError, KeyError or TypeError for what is not an answer."""
-    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +63,6 @@ class Outcome(Generic[T]):
         if self.error is not None:
             raise self.error
         return self.answer  # type: ignore[return-value]  # None only where T allows it
-
-
-def only(replies: Iterator[Reply]) -> Any:
-    """The value of an answer that has one part."""
-    found = [reply.value for reply in replies]
-    if len(found) != 1:
-        raise ValueError(f"{len(found)} values instead of one")
-    return found[0]
 
 
 class Asker:
@@ -124,7 +89,9 @@ class Asker:
         self.soon = False
         """Whether to wait only for hosts from which something arrives. The others continue to be asked meanwhile."""
         self._until = until
-        self._closed = False
+        self._closed = threading.Event()
+        self._starting = threading.Lock()
+        self._beating: threading.Thread | None = None
         self.lines = {host.name: _Line(host, self) for host in hosts}
         self._shared: Mapping[str, _Line] = {}
 
@@ -133,7 +100,7 @@ class Asker:
 
     def stop(self) -> None:
         """Withdraws all questions: the threads that wait for a host stop soon. Thread-safe."""
-        self._closed = True
+        self._closed.set()
 
     def __exit__(self, *_: object) -> None:
         self.stop()
@@ -147,7 +114,19 @@ class Asker:
         return self
 
     def is_over(self) -> bool:
-        return self._closed or time.monotonic() > self._until
+        return self._closed.is_set() or time.monotonic() > self._until
+
+    def keep_alive(self) -> None:
+        """Sends heartbeats to all hosts from now on, from a thread: whoever reads an answer may take long."""
+        with self._starting:
+            if self._beating is None:
+                self._beating = threading.Thread(target=self._beat, name="skyfab-ask", daemon=True)
+                self._beating.start()
+
+    def _beat(self) -> None:
+        while not self._closed.wait(_HEARTBEAT):
+            for line in self.lines.values():
+                line.beat()
 
     def ask(self, question: Question[T], hosts: Sequence[Host] | None = None) -> list[Outcome[T]]:
         """Asks all hosts, or these, in parallel. Returns an outcome for each, in order."""
@@ -168,10 +147,7 @@ class Asker:
         return self.lines[host.name].ask(question, self)
 
     def take(self, host: Host) -> Transport | None:
-        """The connection to a host, for another purpose: its `open` runs a command there without another login.
-
-        None if it has none, or did not use it for long.
-        """
+        """The connection to a host, if there is one: a transport whose `open` runs a command without another login."""
         return self.lines[host.name].take()
 
 
@@ -193,7 +169,7 @@ class _Line:
         self._told: Asker | None = None
         """The one that knows that the host does not answer."""
         self._lock = threading.Lock()
-        self._frames: _Frames | None = None
+        self._frames: QuestionStream | None = None
         self._transport: Transport | None = None
         self._error: SkyfabError | None = None
         self._retry_at = 0.0
@@ -234,7 +210,7 @@ class _Line:
                 self._close()  # it ended while nothing was asked
         return self._open().ask(question)
 
-    def _open(self) -> _Frames:
+    def _open(self) -> QuestionStream:
         self._asker.events.emit(HostState(host=self._host.name, state="connecting"))
         try:
             stream = retry(self._log_in, self._asker.is_over)
@@ -243,9 +219,10 @@ class _Line:
                 detail = error.message.partition("\n")[0]
                 self._asker.events.emit(HostState(host=self._host.name, state="failed", detail=detail))
             raise
-        self._frames = _Frames(self._host, stream, lambda: self._asker.is_over())  # noqa: PLW0108  # there will be others
+        self._frames = QuestionStream(self._host, stream, lambda: self._asker.is_over())  # noqa: PLW0108  # there will be others
         if self._asker.is_over():
             raise HostLost("the question was cancelled", host=self._host.name)
+        self._asker.keep_alive()
         self._asker.events.emit(HostState(host=self._host.name, state="ready"))
         return self._frames
 
@@ -283,9 +260,13 @@ class _Line:
     def _close(self) -> None:
         frames, transport, self._frames, self._transport = self._frames, self._transport, None, None
         if frames is not None:
-            frames.stream.close()
+            frames.close()
         if transport is not None:
             transport.close()
+
+    def beat(self) -> None:
+        if (frames := self._frames) is not None:
+            frames.beat()
 
     def end(self) -> None:
         """Closes the connection. A thread that uses it stops soon; if it does not, it is left to that thread."""
@@ -298,9 +279,10 @@ class _Line:
     def take(self) -> Transport | None:
         with self._lock:
             frames, transport = self._frames, self._transport
-            if frames is None or transport is None or time.monotonic() - frames.heard > _IDLE:
+            if frames is None or transport is None:
                 return None
             self._frames = self._transport = None
+            frames.stop_beating()
             return _Taken(frames, transport)
 
 
@@ -311,117 +293,11 @@ def _is_direct(host: Host, inventory: Inventory) -> bool:
     return host.jump == "none" or known_settings(host).keys().isdisjoint(("proxyjump", "proxycommand"))
 
 
-class _Frames:
-    """Questions and replies on one stream, with heartbeats while an answer is awaited."""
-
-    def __init__(self, host: Host, stream: Stream, stopped: Callable[[], bool]) -> None:
-        self.stream = stream
-        self.has_replied = False
-        """Whether anything of the answer to the last question has arrived."""
-        self.answered = time.monotonic()
-        """When a part of the answer has arrived, or the question was sent. Heartbeats do not count."""
-        self.heard = 0.0
-        """When anything has arrived."""
-        self._has_started = False
-        self._host = host
-        self._deadline = Deadline(host, float("inf"), stopped)
-        self._reader = Reader(self)
-        self._number = 0
-        self._replies: list[tuple[dict[str, Any], bytes]] = []
-
-    def ask(self, question: Question[T]) -> T:
-        """Raises HostLost, HostUnfit or ProtocolError; nothing can be asked afterwards."""
-        self.has_replied = False
-        self._number += 1
-        self.send(question.name, question.arguments)
-        parts = self._parts(question.name)
-        try:
-            answer = question.parse(self._host, parts)
-            for _ in parts:  # up to its end
-                pass
-        except _INVALID as error:
-            what = f"invalid reply to {question.name!r}: {error}"
-            raise ProtocolError(what, host=self._host.name) from error
-        return answer
-
-    def send(self, name: str, arguments: Mapping[str, Any]) -> None:
-        content = json.dumps({"name": name, "arguments": dict(arguments)}).encode()
-        self._send(frame(HEAD, self._number, content))
-
-    def _send(self, content: bytes) -> None:
-        rest = memoryview(content)
-        while rest:
-            try:
-                rest = rest[self.stream.send([rest]) :]
-            except BlockingIOError:
-                self._deadline.a_moment(self.stream, room=True)
-            except OSError:
-                raise self._explain() from None
-
-    def _parts(self, name: str) -> Iterator[Reply]:
-        self.heard = beat = self.answered = time.monotonic()
-        while True:
-            replies, self._replies = self._replies, []
-            for about, data in replies:
-                if about.get("end"):
-                    return
-                if "error" in about:
-                    raise _failure(name, about, self._host)
-                yield Reply(about.get("value"), data)
-            self._deadline.check()
-            try:
-                if not self._reader.pump(self.stream.recv_into):
-                    raise self._explain()
-                self.heard = time.monotonic()
-            except ProtocolError as error:
-                error.host = self._host.name
-                raise
-            except BlockingIOError:
-                if time.monotonic() - self.heard > _SILENCE:
-                    raise HostLost(f"no response for {_SILENCE:.0f} s", host=self._host.name) from None
-                self._deadline.a_moment(self.stream)
-            if time.monotonic() - beat > _HEARTBEAT:  # also while output arrives: the host hears nothing else
-                beat = time.monotonic()
-                self._send(frame(PING))
-
-    def _explain(self) -> Exception:
-        error = self.stream.explain()
-        return error if self._has_started else cannot_run(error, self._host)
-
-    # ---- what the frames' reader calls
-
-    def place(self, stream: int, length: int) -> memoryview:
-        raise ProtocolError("data without a reply", host=self._host.name)
-
-    def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
-        self._has_started = True
-        if kind != HEAD or stream != self._number:
-            return
-        self.has_replied = True
-        self.answered = time.monotonic()
-        end = head or len(payload)
-        try:
-            about = json.loads(bytes(payload[:end]))
-        except (ValueError, RecursionError):
-            about = None
-        if not isinstance(about, dict):
-            raise ProtocolError("a reply is not a JSON object", host=self._host.name)
-        self._replies.append((about, bytes(payload[end:])))
-
-
-def _failure(name: str, about: Mapping[str, Any], host: Host) -> SkyfabError:
-    number = about.get("errno")
-    hint = CACHE_HINT if number in _STORAGE else None
-    if not isinstance(number, int):
-        hint = "please report this, with the output of skyfab doctor --paste"
-    return HostUnfit(f"{name} failed: {str(about['error'])[:4000]}", host=host.name, hint=hint)
-
-
 class _Taken:
     """A connection on which questions were answered, as a transport whose first command needs no login."""
 
-    def __init__(self, frames: _Frames, transport: Transport) -> None:
-        self._frames: _Frames | None = frames
+    def __init__(self, frames: QuestionStream, transport: Transport) -> None:
+        self._frames: QuestionStream | None = frames
         self._transport = transport
         self.servers: Sequence[str] = ()
 
@@ -440,5 +316,5 @@ class _Taken:
 
     def close(self) -> None:
         if self._frames is not None:
-            self._frames.stream.close()
+            self._frames.close()
         self._transport.close()

@@ -11,7 +11,8 @@ from skyfab._util.scripts import given, read, spelled
 from skyfab.errors import ProtocolError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.session.ask import Asker, Question, only
+from skyfab.session.ask import Asker
+from skyfab.session.question import Question, only
 from skyfab.ssh.container import inside
 from skyfab.ssh.openssh import OpenSSH
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Final
 
 from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.errors import HostLost, HostUnfit, ProtocolError
 from skyfab.protocol import messages
-from skyfab.protocol.frames import BYE, Buffer, frame
+from skyfab.protocol.frames import BYE, frame
 from skyfab.protocol.messages import AgentHello, Message
 from skyfab.session.bootstrap import CONNECT, Bootstrap, cannot_run, check_agent, log_in
 from skyfab.session.connection import Connection

@@ -24,7 +24,8 @@ from skyfab.host.agent import run_folder
 from skyfab.host.agent.run_folder import RunFolder
 from skyfab.host.ask import runs
 from skyfab.protocol.messages import Result
-from skyfab.session.ask import Asker, Reply
+from skyfab.session.ask import Asker
+from skyfab.session.question import Reply
 from skyfab.ssh import transport_for
 
 RUN = "abc123"

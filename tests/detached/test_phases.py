@@ -21,7 +21,7 @@ from skyfab.host.rank_channel import Channel, Head
 from skyfab.host.supervise import _Readiness
 from skyfab.lab import Lab
 from skyfab.plugins.base import OwnPort
-from skyfab.session.ask import Reply
+from skyfab.session.question import Reply
 
 Hosts = Callable[..., list[sky.Host]]
 

@@ -14,7 +14,8 @@ import skyfab as sky
 from skyfab.cli.runs import facts_of
 from skyfab.detached.find import attached, runs_of, survey
 from skyfab.protocol.messages import Ended
-from skyfab.session.ask import Asker, Reply
+from skyfab.session.ask import Asker
+from skyfab.session.question import Reply
 
 
 @pytest.fixture

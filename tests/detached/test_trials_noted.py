@@ -13,7 +13,8 @@ from skyfab.detached.folder import About, Part, State
 from skyfab.detached.sweep import Sweep, Trial
 from skyfab.errors import UsageError
 from skyfab.inventory.host import Host
-from skyfab.session.ask import Outcome, Question
+from skyfab.session.ask import Outcome
+from skyfab.session.question import Question
 
 FOLDER = "sweeps/night-1118-230501/0001-lr=1"
 

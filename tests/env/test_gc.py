@@ -21,8 +21,9 @@ from skyfab.env.gc import Swept, question, sweep_here
 from skyfab.errors import HostUnfit, PoolError, UsageError
 from skyfab.host.ask import gc as host_gc
 from skyfab.lab import Lab
-from skyfab.session.ask import Asker, Reply
+from skyfab.session.ask import Asker
 from skyfab.session.bootstrap import open_shell
+from skyfab.session.question import Reply
 from skyfab.ssh import transport_for
 
 HOSTILE = 'it\'s a "cache" $(x) *'

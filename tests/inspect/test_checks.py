@@ -20,7 +20,7 @@ from skyfab.inspect.doctor.finding import Finding, worst
 from skyfab.inspect.doctor.host_report import EXAMINE, Facts, HostReport
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.session.ask import Reply
+from skyfab.session.question import Reply
 
 HOST = Host(name="node1", address="10.0.0.11")
 GPU: dict[str, Any] = {"index": 0, "name": "NVIDIA H100", "use": 0, "driver": "550.54"}

@@ -12,7 +12,7 @@ from skyfab.inspect.top import monitor
 from skyfab.inspect.top.monitor import Monitor, Seen
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.session.ask import Question
+from skyfab.session.question import Question
 
 
 def hosts(folder: Path) -> list[Host]:

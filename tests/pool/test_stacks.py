@@ -18,7 +18,7 @@ from stage.spot import Spot, until
 import skyfab as sky
 from skyfab.inspect.stacks import STACKS, Frame, Stack, frames_of, groups
 from skyfab.lab import Lab
-from skyfab.session.ask import Reply
+from skyfab.session.question import Reply
 from skyfab.ui.events import Stalled
 
 SAID = """

@@ -22,11 +22,12 @@ import skyfab as sky
 from skyfab.errors import HostLost, HostUnfit, ProtocolError
 from skyfab.host.ask.command import _output
 from skyfab.inspect.survey import SURVEY
-from skyfab.protocol.frames import HEAD, PING, PONG, frame
-from skyfab.session import ask
-from skyfab.session.ask import Asker, Question, Reply, only
+from skyfab.protocol.frames import HEAD, PONG, frame
+from skyfab.session import ask, question
+from skyfab.session.ask import Asker
 from skyfab.session.bootstrap import CACHE_HINT, Bootstrap
 from skyfab.session.bundle import bundle
+from skyfab.session.question import Question, Reply, only
 from skyfab.ssh.local import Local
 
 NOTHING = sky.Inventory(hosts={})
@@ -195,20 +196,37 @@ def test_another_command_runs_over_the_connection_of_a_question(
     assert len(logins) == 1
 
 
-def test_a_connection_that_its_host_may_have_ended_is_not_handed_on(
-    here: sky.Host, logins: list[str], monkeypatch: pytest.MonkeyPatch
+def test_a_host_gets_heartbeats_while_its_answer_is_not_read_and_while_it_has_no_question(
+    here: sky.Host, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It gets no heartbeats while another host is asked."""
+    """It would take this program for gone: `skyfab exec … | less` may wait for its reader for hours."""
+    monkeypatch.setattr(ask, "_HEARTBEAT", 0.01)
+    beats: list[float] = []
+    real = question.QuestionStream._send_heartbeat
+
+    def note(stream: question.QuestionStream) -> None:
+        real(stream)
+        beats.append(time.monotonic())
+
+    monkeypatch.setattr(question.QuestionStream, "_send_heartbeat", note)
+
+    def parse(host: sky.Host, replies: Iterator[Reply]) -> int:
+        next(replies)
+        before = len(beats)
+        until(lambda: len(beats) > before + 5, "heartbeats come")
+        return 1
+
     with Asker([here], NOTHING) as asker:
-        asker.ask_one(CLOCK, here)
-        later = SimpleNamespace(monotonic=lambda: time.monotonic() + 31)
-        monkeypatch.setattr(ask, "time", later)
-        assert asker.take(here) is None
-        asker.ask_one(CLOCK, here)
+        assert asker.ask_one(replace(CLOCK, parse=parse), here) == 1
+        before = len(beats)
+        until(lambda: len(beats) > before + 5, "heartbeats come")
+        assert asker.ask_one(CLOCK, here), "their replies are skipped"
         transport = asker.take(here)
         assert transport is not None
+        before = len(beats)
+        time.sleep(0.1)
+        assert len(beats) == before, "the stream gets another use"
         transport.close()
-    assert len(logins) == 1
 
 
 def read(stream: Any, found: bytearray) -> bytes:
@@ -249,7 +267,7 @@ class Liar:
 
 
 def said(content: bytes) -> Any:
-    frames = ask._Frames(sky.Host(name="liar"), Liar(content), lambda: False)  # type: ignore[arg-type]
+    frames = question.QuestionStream(sky.Host(name="liar"), Liar(content), lambda: False)  # type: ignore[arg-type]
     return frames.ask(Question("x", only_of))
 
 
@@ -281,7 +299,9 @@ def test_an_invalid_answer_is_a_protocol_error(content: bytes) -> None:
     ids=["empty", "huge", "infinite"],
 )
 def test_an_answer_that_cannot_be_read_is_a_protocol_error(parse: Any, content: bytes) -> None:
-    frames = ask._Frames(sky.Host(name="liar"), Liar(content + frame(HEAD, 1, b'{"end": 1}')), lambda: False)  # type: ignore[arg-type]
+    frames = question.QuestionStream(
+        sky.Host(name="liar"), Liar(content + frame(HEAD, 1, b'{"end": 1}')), lambda: False
+    )  # type: ignore[arg-type]
     with pytest.raises(ProtocolError, match="invalid reply to 'x'"):
         frames.ask(Question("x", parse))
 
@@ -289,10 +309,11 @@ def test_an_answer_that_cannot_be_read_is_a_protocol_error(parse: Any, content: 
 def test_heartbeats_are_no_part_of_an_answer(here: sky.Host, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else a host that sends nothing else would be waited for where others have answered."""
     stream = Silent(60, frame(PONG))
-    monkeypatch.setattr(ask, "time", SimpleNamespace(monotonic=lambda: stream.now))
+    for module in (ask, question):
+        monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: stream.now))
     with Asker([here], NOTHING) as asker:
         line = asker.lines["here"]
-        line._frames = frames = ask._Frames(here, stream, lambda: False)  # type: ignore[arg-type]
+        line._frames = frames = question.QuestionStream(here, stream, lambda: False)  # type: ignore[arg-type]
         assert line.is_awaited
         with pytest.raises(HostLost):
             frames.ask(Question("x", only_of))
@@ -321,7 +342,6 @@ class Silent(Liar):
     def __init__(self, seconds: int, said: bytes) -> None:
         super().__init__(said)
         self.now = 0
-        self.pings: list[int] = []
         self._seconds = seconds
 
     def recv_into(self, view: memoryview) -> int:
@@ -330,45 +350,21 @@ class Silent(Liar):
             raise BlockingIOError
         return super().recv_into(view)
 
-    def send(self, buffers: Any) -> int:
-        self.pings += [self.now] if buffers[0][0] == PING else []
-        return super().send(buffers)
-
     def fileno(self) -> None: ...
     def stderr(self) -> None: ...
     def drain(self) -> None: ...
 
 
-@pytest.mark.parametrize(("seconds", "pings"), [(20, [*range(2, 21, 2)]), (60, [*range(2, 61, 2)]), (61, None)])
-def test_a_silent_host_is_sent_heartbeats_and_is_lost_after_a_minute(
-    monkeypatch: pytest.MonkeyPatch, seconds: int, pings: list[int] | None
-) -> None:
+@pytest.mark.parametrize(("seconds", "is_lost"), [(20, False), (60, False), (61, True)])
+def test_a_silent_host_is_lost_after_a_minute(monkeypatch: pytest.MonkeyPatch, seconds: int, is_lost: bool) -> None:
     stream = Silent(seconds, frame(HEAD, 1, b'{"value": 2}') + frame(HEAD, 1, b'{"end": 1}'))
-    monkeypatch.setattr(ask, "time", SimpleNamespace(monotonic=lambda: stream.now))
-    frames = ask._Frames(sky.Host(name="silent"), stream, lambda: False)  # type: ignore[arg-type]
-    if pings is None:
+    monkeypatch.setattr(question, "time", SimpleNamespace(monotonic=lambda: stream.now))
+    frames = question.QuestionStream(sky.Host(name="silent"), stream, lambda: False)  # type: ignore[arg-type]
+    if is_lost:
         with pytest.raises(HostLost, match="no response for 60 s"):
             frames.ask(Question("x", only_of))
     else:
         assert frames.ask(Question("x", only_of)) == 2
-        assert stream.pings == pings
-
-
-class Chatty(Silent):
-    """Has a part of its answer for each read."""
-
-    def recv_into(self, view: memoryview) -> int:
-        self._said = frame(HEAD, 1, b'{"value": 2}' if self.now < 9 else b'{"end": 1}')
-        return super().recv_into(view)
-
-
-def test_a_host_is_sent_heartbeats_while_it_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It would take the client for gone."""
-    stream = Chatty(0, b"")
-    monkeypatch.setattr(ask, "time", SimpleNamespace(monotonic=lambda: stream.now))
-    frames = ask._Frames(sky.Host(name="chatty"), stream, lambda: False)  # type: ignore[arg-type]
-    assert frames.ask(Question("x", lambda host, replies: len(list(replies)))) == 9
-    assert stream.pings == [2, 4, 6, 8, 10]
 
 
 def test_only_a_host_that_is_reached_directly_has_less_time_to_accept_a_connection(

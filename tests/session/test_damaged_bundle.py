@@ -8,8 +8,9 @@ import pytest
 
 import skyfab as sky
 from skyfab.inventory.inventory import Inventory
-from skyfab.session.ask import Asker, Question, only
+from skyfab.session.ask import Asker
 from skyfab.session.bundle import bundle
+from skyfab.session.question import Question, only
 
 
 @sky.function

@@ -12,8 +12,8 @@ from skyfab.errors import ProtocolError
 from skyfab.host.ask.command import variables
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.session.ask import Question
 from skyfab.session.interactive import InteractiveShell
+from skyfab.session.question import Question
 
 
 @pytest.fixture

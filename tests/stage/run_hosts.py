@@ -8,7 +8,8 @@ import skyfab as sky
 from skyfab.detached.find import survey
 from skyfab.protocol import codec
 from skyfab.protocol.messages import Message, Raised, Result
-from skyfab.session.ask import Asker, Question, Reply
+from skyfab.session.ask import Asker
+from skyfab.session.question import Question, Reply
 
 ID = "0123456789abcdef"
 

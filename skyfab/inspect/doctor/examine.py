@@ -14,7 +14,8 @@ from skyfab.inspect.doctor.finding import Finding
 from skyfab.inspect.doctor.host_report import EXAMINE, HostReport
 from skyfab.inventory.host import Host
 from skyfab.pool.compute import Compute
-from skyfab.session.ask import Asker, Question, only
+from skyfab.session.ask import Asker
+from skyfab.session.question import Question, only
 
 _MOST: Final = 128
 """With more hosts, only these are examined for what is between them."""

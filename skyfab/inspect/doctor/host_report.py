@@ -11,7 +11,7 @@ from skyfab.errors import HostUnfit
 from skyfab.inspect.doctor.finding import Finding, Level, Section
 from skyfab.inspect.survey import LIMITS, Survey
 from skyfab.inventory.host import Host
-from skyfab.session.ask import Question, Reply, only
+from skyfab.session.question import Question, Reply, only
 
 Findings = Iterator[Finding]
 """What a check yields."""

@@ -12,7 +12,7 @@ from skyfab.inspect.doctor.finding import Finding
 from skyfab.inspect.doctor.pairs import Pair
 from skyfab.inspect.survey import LIMITS
 from skyfab.inventory.host import Host
-from skyfab.session.ask import Question, only
+from skyfab.session.question import Question, only
 
 Rates = Mapping[str, float]
 """By what was measured, as in ``memory``; more is faster."""

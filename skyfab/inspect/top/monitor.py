@@ -16,7 +16,8 @@ from skyfab.errors import SkyfabError
 from skyfab.inspect.survey import SURVEY, Survey
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.session.ask import Asker, Question
+from skyfab.session.ask import Asker
+from skyfab.session.question import Question
 
 _ENDED: Final = 8
 """Runs that have ended and are shown all the same, on each host."""

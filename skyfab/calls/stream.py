@@ -31,9 +31,11 @@ class Values(Iterator[T_co], AsyncIterator[T_co]):
     def close(self) -> None:
         """Ends the generator on the host, and waits until it has ended. Raises what it raises meanwhile."""
 
-    @abstractmethod
     async def aclose(self) -> None:
         """As `close`, in a coroutine."""
+        import asyncio
+
+        await asyncio.to_thread(self.close)
 
     def __iter__(self) -> Values[T_co]:
         return self

@@ -82,8 +82,10 @@ def sweep(
 
     results = [(csv_, _csv), (json_, _json)]
     for path in filter(None, (csv_, json_)):
-        if path != "-" and not os.access(Path(path).expanduser().parent, os.W_OK):
-            raise UsageError(f"cannot write {path}: its folder does not exist, or is not writable")
+        place = Path(path).expanduser()
+        if path != "-" and (place.is_dir() or not os.access(place.parent, os.W_OK)):
+            why = "it is a folder" if place.is_dir() else "its folder does not exist, or is not writable"
+            raise UsageError(f"cannot write {path}: {why}")
     if not target.endswith(".py"):
         if resume or values or arguments:
             hint = f"skyfab sweep {shlex.quote(target)} shows it; to resume it, repeat its command with --resume"
@@ -171,7 +173,7 @@ def _planned(
     from skyfab.cli.trials import names_of
 
     root = f"sweeps/{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}-{time.strftime('%m%d-%H%M%S')}"
-    used = (re.match(r"\d+", PurePosixPath(old.folder).name) for old in before.values())
+    used = (re.match(r"\d{1,9}", PurePosixPath(old.folder).name) for old in before.values())
     unused = itertools.count(max((int(number[0]) for number in used if number), default=0) + 1)
     found: list[dict[str, Any]] = []
     for number, (one, named) in enumerate(zip(words, names_of(words), strict=True), 1):
@@ -179,7 +181,7 @@ def _planned(
         if old is not None and old.state == "done":
             found.append(asdict(old) | {"trial": number})
         else:
-            place = old.folder if old is not None else f"{root}/{next(unused):04}-{named}".rstrip("-")
+            place = old.folder if old is not None and old.folder else f"{root}/{next(unused):04}-{named}".rstrip("-")
             found.append({"trial": number, "state": "waiting", "words": one, "folder": place})
     return found
 

@@ -91,7 +91,8 @@ class DaskCluster(AbstractContextManager["distributed.Client"]):
         except OSError as error:
             hint = "its SSH server must allow port forwarding: AllowTcpForwarding yes"
             raise HostUnfit(f"cannot connect to Dask's scheduler: {error}", host=head.name, hint=hint) from error
-        client.wait_for_workers(sum(one.result() for one in joining))
+        for one in joining:
+            one.result()
         pool.events.emit(Notice(host=head.name, text=f"Dask's dashboard: {url}"))
         return client
 

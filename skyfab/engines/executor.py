@@ -13,6 +13,7 @@ from concurrent import futures
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from skyfab import context
 from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
 from skyfab.calls.call import Call, as_function
 from skyfab.errors import CallCancelled, HostLost, UsageError
@@ -57,10 +58,13 @@ class PoolExecutor(futures.Executor):
         return future
 
     def map(self, fn: Callable[..., R], *iterables: Iterable[Any], chunksize: int = 1, **options: Any) -> Iterator[R]:
-        """As for any executor, with the `options` of this version of Python; `chunksize` items are sent as one call."""
+        """As for any executor, with the `options` of this version of Python; `chunksize` items are sent as one call.
+
+        Items of a function with a timeout are calls of their own.
+        """
         if chunksize < 1:
             raise ValueError("chunksize must be >= 1.")
-        if chunksize == 1:
+        if chunksize == 1 or as_function(fn).timeout is not None:
             return super().map(fn, *iterables, **options)
         items = zip(*iterables, strict=False)
         chunks = iter(lambda: list(itertools.islice(items, chunksize)), [])
@@ -126,7 +130,7 @@ class PoolExecutor(futures.Executor):
 
 def _chunked(fn: Callable[..., R]) -> Callable[[list[tuple[Any, ...]]], list[R]]:
     def chunk(items: list[tuple[Any, ...]]) -> list[R]:
-        return [fn(*arguments) for arguments in items]
+        return [context.awaited(fn(*arguments)) for arguments in items]
 
     chunk.__qualname__ = getattr(fn, "__qualname__", "chunk")  # what users see of it
     return chunk

@@ -91,7 +91,7 @@ class RayCluster:
             return result
 
     def _start(self, running: ExitStack) -> str:
-        nodes = [node for node in self._pool.hosts if node.lost is None]
+        nodes = [node for node in self._pool.hosts if node.lost is None] or self._pool.hosts
         self._pool.events.emit(Notice(host=nodes[0].name, text=f"starting Ray on {counted(len(nodes), 'host')}"))
         addresses = self._addresses(nodes)
         self.token = secrets.token_hex(32)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
@@ -39,9 +40,6 @@ def run_trials(
     callbacks: Sequence[Callable[[optuna.Study, Any], None]],
 ) -> None:
     """Runs trials, as many at a time as fit. What has not ended at Ctrl-C, or if one raises, is stopped and fails."""
-    from optuna import TrialPruned
-    from optuna.trial import TrialState
-
     fn, left = as_function(objective), iter(range(n_trials))
     slots = pool.executor(fn.gpus if gpus is None else gpus).slots
     running: dict[optuna.Trial, Future[Any]] = {}
@@ -59,13 +57,11 @@ def run_trials(
                 wait(running.values(), return_when=FIRST_COMPLETED)
             for trial, future in [one for one in running.items() if one[1].done()]:
                 error = future.exception()
-                value, state = (future.result(), None) if error is None else (None, TrialState.FAIL)
-                state = TrialState.PRUNED if isinstance(error, TrialPruned) else state
                 with SIGNAL_GUARD:
-                    ended = study.tell(trial, value, state=state)
+                    ended = _tell(study, trial, future)
                     del running[trial]
                 caught = catch if all(node.lost for node in pool.hosts) else (*catch, HostLost)
-                if error is not None and state is TrialState.FAIL and not isinstance(error, caught):
+                if error is not None and not _is_pruned(error) and not isinstance(error, caught):
                     add_note(error, f"in the study: trial {ended.number}, {ended.params}")
                     raise error
                 for callback in callbacks:
@@ -74,6 +70,25 @@ def run_trials(
                     left = iter(())
     finally:
         study._thread_local.in_optimize_loop = False
-        for trial, future in running.items():
-            future.cancel()
-            study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+        with ExitStack() as last:  # makes all of these calls, also after one has raised
+            for trial, future in running.items():
+                last.callback(_tell, study, trial, future)
+            for future in running.values():
+                future.cancel()
+
+
+def _tell(study: optuna.Study, trial: optuna.Trial, future: Future[Any]) -> optuna.trial.FrozenTrial:
+    """Tells the study how a trial ended. One that was stopped fails."""
+    from optuna.trial import TrialState
+
+    if future.cancelled():
+        return study.tell(trial, state=TrialState.FAIL, skip_if_finished=True)
+    if (error := future.exception()) is None:
+        return study.tell(trial, future.result(), skip_if_finished=True)
+    return study.tell(trial, state=TrialState.PRUNED if _is_pruned(error) else TrialState.FAIL, skip_if_finished=True)
+
+
+def _is_pruned(error: BaseException) -> bool:
+    from optuna import TrialPruned
+
+    return isinstance(error, TrialPruned)

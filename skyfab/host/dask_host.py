@@ -83,11 +83,9 @@ class DaskHost:
         await scheduler
         return scheduler.address, scheduler.http_server.port
 
-    def join(self, scheduler: str, name: str, gpus: Sequence[int], workers: int | None, threads: int | None) -> int:
-        """Starts workers, by default one for each GPU, and waits until the scheduler knows them. Returns how many."""
-        count = workers or len(gpus) or 1
-        self._run(self._join(scheduler, name, gpus, count, threads))
-        return count
+    def join(self, scheduler: str, name: str, gpus: Sequence[int], workers: int | None, threads: int | None) -> None:
+        """Starts workers, by default one for each GPU, and waits until the scheduler knows them."""
+        self._run(self._join(scheduler, name, gpus, workers or len(gpus) or 1, threads))
 
     async def _join(self, scheduler: str, name: str, gpus: Sequence[int], count: int, threads: int | None) -> None:
         from dask.system import CPU_COUNT

@@ -198,7 +198,7 @@ class _Rank:
                 self._claim = Claim(len(gpus), gpus, self._settings["run"], low=self._gpus["low"])
                 if not self._claim.join(message["taken"]["hold"]):
                     raise WorkerDied("the first rank of this host, which held its GPUs, is gone")
-            env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+            env = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))}
         if self._settings["script"] is not None:
             env[PERFORM] = self._settings["script"]
         fds = () if self._claim is None else self._claim.fds

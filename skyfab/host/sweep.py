@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -39,8 +40,10 @@ _RETURN = 40.0
 _LOOK = 5.0
 """Seconds between reads of the reports of running trials."""
 _REPORT = "report.json"
-_OF_A_GANG = ("MASTER_", "RANK", "WORLD_SIZE", "LOCAL_", "NODE_RANK", "GROUP_", "ROLE_", "TORCHELASTIC_")
-"""Prefixes of variables that a trial must not have, because it is not a rank."""
+_OF_A_RANK = re.compile(
+    "MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|TORCHELASTIC_.*", re.DOTALL
+)
+"""Names of variables that a trial must not have, because it is not a rank: those of `pool.gang.rank_env`."""
 
 _LIMITED = """
 import runpy, sys
@@ -98,12 +101,13 @@ class TrialList:
 def sweep(plan: dict[str, Any]) -> None:
     """Runs in a worker on each host; `plan` is that of `cli/sweep.py`."""
     info = context.instance_info()
-    for name in [name for name in os.environ if name.startswith(_OF_A_GANG)]:
+    for name in [name for name in os.environ if _OF_A_RANK.fullmatch(name)]:
         del os.environ[name]
     journal = open(os.path.join(context.run_folder(), f"trials.{info.rank}"), "ab", 0)  # noqa: SIM115
 
     def note(trial: Trial) -> None:
-        journal.write(json.dumps(trial).encode() + b"\n")
+        # On a full disk, the record before this one may be incomplete, without the end of its line.
+        journal.write(b"\n%s\n" % json.dumps(trial).encode())
 
     for trial in plan["trials"]:
         note(trial)
@@ -218,6 +222,7 @@ class Driver:
         with self._lock:
             if ended is not None:
                 del self._running[ended["trial"]]
+                ended = {**ended, "words": ()}  # rank 0 has them, and they may be longer than a message
             if waits and not self._running:
                 phase.enter("waiting", waits)
             while self._channel is not None and not self.stopped.is_set():
@@ -258,7 +263,7 @@ class Driver:
         script = next(path for root in sys.path if os.path.isfile(path := os.path.join(root, name)))
         env = {"SKYFAB_WORKDIR": os.getcwd(), REPORT: f"{folder}/{_REPORT}"}
         if gpus is not None:
-            env |= {"CUDA_VISIBLE_DEVICES": gpus.numbers, "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+            env |= {"CUDA_VISIBLE_DEVICES": gpus.numbers}
         limited = [] if self._plan["share"] is None else ["-c", _LIMITED, self._plan["share"]]
         try:
             os.makedirs(folder, exist_ok=True)

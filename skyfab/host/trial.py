@@ -46,7 +46,7 @@ def report(**values: Any) -> None:
 def reported(path: str) -> dict[str, Any]:
     """What a trial has reported so far. The file may contain anything."""
     try:
-        with open(path) as file:
+        with open(path, "rb") as file:
             found = dict(json.loads(file.read(_MOST)))
             return {name: one for name, one in found.items() if isinstance(one, (str, int, float, type(None)))}
     except (OSError, ValueError, TypeError, RecursionError):

@@ -36,6 +36,7 @@ class Ray(Plugin):
 
     @contextmanager
     def around_call(self, info: InstanceInfo) -> Iterator[None]:
+        before = {name: os.environ[name] for name in self.variables.keys() & os.environ}
         os.environ.update(self.variables)
         try:
             yield
@@ -47,6 +48,7 @@ class Ray(Plugin):
                     sys.modules["ray._raylet"].AuthenticationTokenLoader.instance().reset_cache()
             for name in self.variables:
                 os.environ.pop(name, None)
+            os.environ.update(before)
 
 
 def ray(extra: str | None = None, *, version: str = "auto") -> Ray:

@@ -89,16 +89,19 @@ def fetch(
     def open_cache(node: Node | None) -> Cache:
         return Cache(node, None if node is None else spec_of(node, ""), stopped)
 
+    def hide_progress() -> None:
+        for name in (HERE, *(node.name for node in nodes)):
+            relay.events.emit(Step(host=name, text=""))
+
     with ExitStack() as ends:
+        ends.callback(hide_progress)  # of a fetch that has failed or was interrupted
         here = ends.enter_context(closing(open_cache(None)))
         opened = results_of(for_each_host(open_cache, nodes))
         hosts = {node: ends.enter_context(closing(cache)) for node, cache in zip(nodes, opened, strict=True)}
         ends.callback(stopped.set)  # after Ctrl-C, downloads end; what has arrived is kept
         relay.events.emit(Step(host=HERE, text=f"asking for {source}"))
-        try:
-            found = find(source, lambda *asked: _page([here, *opened], *asked)).matching(*patterns)
-        finally:
-            relay.events.emit(Step(host=HERE, text=""))
+        found = find(source, lambda *asked: _page([here, *opened], *asked)).matching(*patterns)
+        relay.events.emit(Step(host=HERE, text=""))
         return _Fetch(found, hosts, here, relay, open_cache).run()
 
 

@@ -196,8 +196,6 @@ class Files:
             if total and (done == total or now - last > _PACE):
                 last = now
                 self._events.emit(Moved(host=node.name, what=what, done=done, total=total))
-            elif total == 0:
-                self._events.emit(Step(host=node.name, text=""))
             elif total is None and now - last > _PACE:
                 last = now
                 self._events.emit(Step(host=node.name, text=f"comparing files: {done:,}"))
@@ -216,6 +214,8 @@ class Files:
             except ProtocolError as error:
                 error.host = error.host or node.name
                 raise
+            finally:  # it may have failed, or was interrupted
+                self._events.emit(Step(host=node.name, text=""))
 
         outcomes = for_each_host(act, [*remotes], most=len(remotes))  # they wait for each other
         errors = [outcome.error for outcome in outcomes if isinstance(outcome, Raised)]

@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from queue import Empty, SimpleQueue
 from typing import Any, Final, TypeVar, cast
@@ -348,11 +348,6 @@ class RemoteIterator(Values[T_co]):
     def close(self) -> None:
         self.conversation.close()
 
-    async def aclose(self) -> None:
-        import asyncio
-
-        await asyncio.to_thread(self.close)
-
     @without_signals
     def __del__(self) -> None:
         """Closes it on a new thread: the garbage collector may run on any thread, with any lock held."""
@@ -393,7 +388,7 @@ def merge(*iterators: Values[Any]) -> _Merged:
     return _Merged(cast("Sequence[RemoteIterator[Any]]", iterators))
 
 
-class _Merged(Iterator[tuple[int, Any]]):
+class _Merged(Values[tuple[int, Any]]):
     """The values of several generators. Not a generator itself, which only one thread at a time can read."""
 
     def __init__(self, iterators: Sequence[RemoteIterator[Any]]) -> None:
@@ -429,6 +424,18 @@ class _Merged(Iterator[tuple[int, Any]]):
             return rank, value
         raise StopIteration
 
+    async def __anext__(self) -> tuple[int, Any]:
+        import asyncio
+
+        try:
+            found = await asyncio.to_thread(next, self, None)
+        except asyncio.CancelledError as error:
+            _stop(error, self._iterators)
+            raise
+        if found is None:
+            raise StopAsyncIteration
+        return found
+
     def close(self) -> None:
         """Ends all generators, and waits until they have ended. Raises what they raise meanwhile."""
         self._left.clear()
@@ -439,8 +446,3 @@ class _Merged(Iterator[tuple[int, Any]]):
         with SIGNAL_GUARD, ExitStack() as stack:
             for one in ending:
                 stack.callback(one.await_end)
-
-    async def aclose(self) -> None:
-        import asyncio
-
-        await asyncio.to_thread(self.close)

@@ -216,7 +216,7 @@ class View(ABC):
             if not self._deaf:
                 try:
                     self._write(lines)
-                except (OSError, ValueError) as error:  # a closed pipe (`| head`) or file
+                except Exception as error:  # a closed pipe (`| head`) or file, or what a program made sys.stdout
                     self._deaf = True
                     is_closed = isinstance(error, BrokenPipeError)
             with self._progress:

@@ -330,8 +330,8 @@ def test_without_waiting_gpus_in_use_are_an_error(queue: Queue) -> None:
     few = "--where='gpus.free >= 2' --nodes=1"
     assert f"hint: to wait for them: --when-free; for any host that has them: {few}\n" in ran.err
     assert "waiting" not in ran.err
-    ran = queue.run("--gpus=1", "--", "sh", "-c", "echo GPU $CUDA_VISIBLE_DEVICES of {node}")
-    assert (ran.code, ran.out.splitlines()) == (0, ["node1[0] GPU 1 of 0"]), ran.err
+    ran = queue.run("--gpus=1", "--", "sh", "-c", "echo GPU $CUDA_VISIBLE_DEVICES by $CUDA_DEVICE_ORDER of {node}")
+    assert (ran.code, ran.out.splitlines()) == (0, ["node1[0] GPU 1 by PCI_BUS_ID of 0"]), ran.err
 
 
 def test_how_the_program_ends_is_how_the_run_ends(queue: Queue) -> None:

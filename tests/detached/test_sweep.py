@@ -506,6 +506,8 @@ def test_a_sweep_waits_for_gpus_that_a_run_holds_and_others_do_its_trials(projec
 def test_a_file_of_results_that_cannot_be_written_is_an_error_before_anything_starts(project: Project) -> None:
     project.sweep("trial.py", "seed=1", "--csv=missing/all.csv", code=2)
     assert "cannot write missing/all.csv: its folder does not exist, or is not writable" in project.said
+    project.sweep("trial.py", "seed=1", "--json=.", code=2)
+    assert "cannot write .: it is a folder" in project.said
     assert not project.begun()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from skyfab.cli.sweep import _planned
 from skyfab.detached.folder import About, Part, State
 from skyfab.detached.sweep import Sweep, Trial
 from skyfab.errors import UsageError
@@ -140,6 +141,7 @@ def test_long_words_are_kept_whole() -> None:
 @pytest.mark.parametrize(
     "line",
     [
+        b"",
         b"not json",
         b"[]",
         b"7",
@@ -163,6 +165,14 @@ def test_what_is_not_a_note_is_ignored(line: bytes) -> None:
     planned(hosts)
     hosts.files["b"] += line + b"\n"
     assert only(hosts).state == "waiting"
+
+
+@pytest.mark.parametrize("folder", ["", "sweeps/x-1119-000000/" + "1" * 5000])
+def test_a_trial_is_resumed_whatever_a_host_says_of_its_folder(folder: str) -> None:
+    before = {("lr=1",): Trial(trial=1, state="failed", words=("lr=1",), folder=folder)}
+    known, new = _planned([("lr=1",), ("lr=2",)], before, "x")
+    assert known["folder"].startswith("sweeps/x-")
+    assert new["folder"].endswith("-lr=2")
 
 
 def test_a_run_that_is_not_a_sweep_has_no_trials() -> None:

@@ -29,6 +29,10 @@ def square(number: int) -> int:
     return number * number
 
 
+async def cube(number: int) -> int:
+    return number**3
+
+
 def fail(number: int) -> int:
     raise ZeroDivisionError(f"no {number}")
 
@@ -72,14 +76,21 @@ def two(home: object) -> Iterator[sky.Compute]:
         (functools.partial(pow, 2), 8),
         (sky.function(square), 9),
         (float, 3.0),
+        (cube, 27),
     ],
-    ids=["function", "lambda", "method", "partial", "decorated", "class"],
+    ids=["function", "lambda", "method", "partial", "decorated", "class", "coroutine"],
 )
 def test_anything_that_can_be_called(two: sky.Compute, fn: Callable[[int], Any], expected: object) -> None:
     with two.executor() as executor:
         assert isinstance(executor, Executor)
         assert executor.submit(fn, 3).result() == expected
         assert list(executor.map(fn, [3] * 5, chunksize=2)) == [expected] * 5
+
+
+def test_items_with_a_timeout_are_calls_of_their_own(two: sky.Compute, tmp_path: Path) -> None:
+    fn = sky.function(timeout=60)(meet)
+    with two.executor() as executor:
+        assert list(executor.map(fn, [str(tmp_path)] * 2, [0, 1], [2, 2], chunksize=2)) == [0, 1]
 
 
 def test_it_runs_as_many_calls_as_there_are_slots(two: sky.Compute, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -103,6 +104,58 @@ def test_a_failure_ends_the_study_and_all_trials(pool: sky.Compute, study: Any) 
         pool.study(study, fails, n_trials=20, gpus=1)
     assert states(study) == ["FAIL"] * 4
     assert sky.function(len)("four") >> pool == 4
+
+
+def test_trials_that_have_ended_beside_a_failure_keep_their_values(open_pool: Callable[..., sky.Compute]) -> None:
+    def ends(trial: Any) -> float:
+        if trial.number == 0:
+            raise ZeroDivisionError
+        if trial.number == 1:
+            raise optuna.TrialPruned
+        if trial.number == 3:
+            time.sleep(1000)
+        return 2.0
+
+    study, futures = optuna.create_study(), []
+    compute = open_pool("local", slots=4)
+    submit = compute.submit
+
+    def kept(*arguments: Any, **options: Any) -> Any:
+        futures.append(submit(*arguments, **options))
+        if len(futures) == 4:
+            wait(futures[:3])  # before the study looks at the first
+        return futures[-1]
+
+    compute.submit = kept  # type: ignore[method-assign]
+    with pytest.raises(ZeroDivisionError):
+        compute.study(study, ends, n_trials=4)
+    assert states(study) == ["FAIL", "PRUNED", "COMPLETE", "FAIL"]
+    assert study.trials[2].value == 2.0
+
+
+def test_all_trials_are_stopped_and_told_of_although_the_storage_fails(
+    open_pool: Callable[..., sky.Compute], study: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[int] = []
+    tell = study.tell
+
+    def locked(trial: Any, *arguments: Any, **options: Any) -> Any:
+        told.append(trial.number)
+        if trial.number in (2, 3):
+            raise LookupError("database is locked")
+        return tell(trial, *arguments, **options)
+
+    def fails(trial: Any) -> None:
+        time.sleep(1000 if trial.number else 0)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(study, "tell", locked)
+    compute = open_pool("local", slots=4)
+    with pytest.raises(LookupError, match="database is locked"):
+        compute.study(study, fails, n_trials=4)
+    assert sorted(told) == [0, 1, 2, 3]
+    assert states(study)[:2] == ["FAIL", "FAIL"]
+    assert sky.gather(*(sky.function(abs)(number) for number in range(4))) >> compute == (0, 1, 2, 3)
 
 
 def test_an_error_says_which_trial_and_its_parameters(pool: sky.Compute, study: Any) -> None:

@@ -18,6 +18,12 @@ from skyfab.host.agent.cuda import is_unusable
 from skyfab.ui.events import Event, Output
 
 
+@pytest.mark.parametrize("own", [{}, {"CUDA_DEVICE_ORDER": "FASTEST_FIRST"}])
+def test_gpus_have_the_numbers_of_nvidia_smi(open_pool: Callable[..., sky.Compute], own: dict[str, str]) -> None:
+    order = own.get("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
+    assert sky.function(os.getenv)("CUDA_DEVICE_ORDER") >> open_pool("local", env=own) == order
+
+
 def fake_torch(*, initialized: bool = True, broken: str = "", memory: bool = False) -> types.ModuleType:
     """A torch with two devices, of which the second is unused; with `broken`, the first one raises that."""
 

@@ -29,10 +29,10 @@ from stage.threads import at_once, begin
 import skyfab as sky
 from skyfab.errors import Unreachable
 from skyfab.lab import Lab
-from skyfab.pool.fetch import _Fetch
+from skyfab.pool.fetch import _Fetch, fetch
 from skyfab.pool.hub import Found, HubFile
 from skyfab.session.fanout import meanwhile
-from skyfab.ui.events import Event, Events, Moved, Notice
+from skyfab.ui.events import Event, Events, Moved, Notice, Step
 
 pytestmark = pytest.mark.lab
 MIB = 1 << 20
@@ -519,3 +519,18 @@ def test_a_download_that_fails_after_the_only_holder_was_lost() -> None:
     one._drop(holder, sky.HostLost("gone", host="node1"))
     with pytest.raises(sky.SkyfabError, match=r"cannot download model\.safetensors: node2: down"):
         begin(one._next).result(10)
+
+
+def test_the_progress_of_a_fetch_that_fails_is_no_longer_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*_: object) -> None:
+        raise sky.UsageError("no such model")
+
+    relay: Any = SimpleNamespace(events=Events())
+    events: list[Event] = []
+    relay.events.subscribe(events.append)
+    monkeypatch.setattr("skyfab.pool.fetch.Cache", lambda *_: SimpleNamespace(close=lambda: None))
+    monkeypatch.setattr("skyfab.pool.fetch.find", fails)
+    node: Any = FakeNode(0)
+    with pytest.raises(sky.UsageError, match="no such model"):
+        fetch("hf://org/model", ([], []), [node], relay, lambda *_: None)  # type: ignore[arg-type, return-value]
+    assert events[1:] == [Step(host="this machine", text=""), Step(host=node.name, text="")]

@@ -23,7 +23,7 @@ from skyfab.pool.files import Files, local_path
 from skyfab.pool.node import WorkerSpec
 from skyfab.pool.relay import Relay
 from skyfab.protocol import codec, messages
-from skyfab.ui.events import Event, Events, Moved, Notice
+from skyfab.ui.events import Event, Events, Moved, Notice, Step
 
 SPEC = WorkerSpec(tree="", env={}, info={})
 
@@ -355,7 +355,7 @@ def test_an_error_of_one_host_is_raised_with_its_name(files: Files, here: Path, 
     assert raised.value.host == "n2"
 
 
-def test_a_host_that_is_lost_during_a_transfer(files: Files, here: Path, nodes: list[Any]) -> None:
+def test_a_host_that_is_lost_during_a_transfer(files: Files, here: Path, nodes: list[Any], events: list[Event]) -> None:
     fill(here, a="x")
 
     def lose() -> None:
@@ -365,6 +365,7 @@ def test_a_host_that_is_lost_during_a_transfer(files: Files, here: Path, nodes: 
     with pytest.raises(sky.HostLost, match="it was lost during the transfer") as raised:
         files.upload("a", None, nodes[:1])
     assert (raised.value.host, raised.value.hint) == ("n1", "run it again: it resumes where it stopped")
+    assert events == [Step(host="n1", text="")], "its progress is no longer shown"
 
 
 def test_a_transfer_that_was_interrupted_sends_nothing_more(nodes: list[Any]) -> None:

@@ -253,13 +253,14 @@ def test_ctrl_c_ends_the_generator(compute: sky.Compute, tmp_path: Path) -> None
     until(path.exists)
 
 
-def test_ctrl_c_in_a_coroutine_ends_the_generator(compute: sky.Compute, tmp_path: Path) -> None:
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_ctrl_c_in_a_coroutine_ends_the_generator(compute: sky.Compute, tmp_path: Path, is_merged: bool) -> None:
     path = tmp_path / "ended"
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
 
     async def read() -> None:
         values: Any = guarded(str(path)) >> compute
-        async for _ in values:
+        async for _ in sky.merge(values) if is_merged else values:
             timer.start()
 
     with pytest.raises(KeyboardInterrupt):
@@ -430,7 +431,11 @@ def test_async_for_and_futures(compute: sky.Compute) -> None:
         values: Any = count(100) >> compute
         return [value async for value in values]
 
+    async def read_all() -> list[tuple[int, int]]:
+        return [found async for found in sky.merge(count(3) >> compute, count(2) >> compute)]
+
     assert asyncio.run(read()) == list(range(100))
+    assert sorted(asyncio.run(read_all())) == [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1)]
     assert list((count(3) > compute).result()) == [0, 1, 2]
     assert list(compute.submit(count(3), on="local").result()) == [0, 1, 2]
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TextIO
+from typing import Any, TextIO
 
 import pytest
 from hypothesis import given
@@ -204,6 +204,15 @@ def test_both_streams_in_one_file_keep_their_order(clock: Clock, write_to: Write
         made(out(str(number), err=number % 2 == 1))
     made.close()
     assert both.getvalue() == "".join(f"node1[0] {number}\n" for number in range(6))
+
+
+def test_a_file_without_flush_ends_no_thread(plain: Plain, stdout: Recorder, write_to: WriteTo) -> None:
+    own: Any = SimpleNamespace(write=stdout.write)
+    write_to(own, own)
+    plain(out("a"))
+    plain.flush()
+    plain(ended())
+    assert stdout.getvalue() == "node1[0] a\n"
 
 
 def test_many_lines_are_one_write(plain: Plain, stdout: Recorder) -> None:

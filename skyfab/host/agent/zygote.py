@@ -297,4 +297,5 @@ def _become_worker(request: dict[str, Any], fds: list[int], cwd: str, inherited:
     cache = os.path.dirname(request["stores"][-1])
     compiled.use(cache)  # the variables of the request replace it
     os.environ.update(hub.variables(cache, {**os.environ, **request["env"]}))
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # CUDA numbers the GPUs as nvidia-smi does
     worker.main(source, sink, request)

@@ -5,13 +5,14 @@ Sent are the program's own modules (`modules`) and the `includes` of its image. 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Final
@@ -44,14 +45,21 @@ class Tree:
     digest: str
     files: tuple[tuple[str, str], ...]
     sources: dict[str, Path]
+    changing: set[bytes] = field(default_factory=set)
+    """The files that have changed between a snapshot and when they were sent."""
+    held: dict[str, bytes] = field(default_factory=dict)
+    """The content of these files: a program may write to its log faster than hosts reply."""
 
     def content(self, name: str) -> bytes | None:
-        """A blob's content; None if its file has changed since the snapshot."""
-        try:
+        """A blob's content; None if its file has changed since the snapshot. The next snapshot holds its content."""
+        if name in self.held:
+            return self.held[name]
+        with contextlib.suppress(OSError):
             content = self.sources[name].read_bytes()
-        except OSError:
-            return None
-        return content if name_of(content) == name else None
+            if name_of(content) == name:
+                return content
+        self.changing.add(os.fsencode(self.sources[name]))
+        return None
 
 
 EMPTY: Final = Tree("", (), {})
@@ -64,6 +72,8 @@ class Project:
         self._includes = [_include_of(word) for word in image.includes]
         self._image = image
         self._tree = EMPTY
+        self._changing: set[bytes] = set()
+        self._held: dict[str, bytes] = {}
         self._known: dict[tuple[bytes, int, int], tuple[str, set[str]]] = {}
         """Of each file by path, size and time: the name of its blob, and the modules that it may import."""
         self._modules = 0
@@ -113,12 +123,15 @@ class Project:
             if folders == self._folders:
                 break
             self._folders = folders
+        self._held = {}
         files = [(inner, self._read(entry, path)[0], path) for inner, (entry, path) in sorted(found.items())]
         pairs = tuple((inner, blob) for inner, blob, _ in files if blob)
         digest = name_of(*(os.fsencode(f"{inner}\0{blob}\n") for inner, blob in pairs)) if pairs else ""
         if digest != self._tree.digest:
-            self._tree = Tree(digest, pairs, {blob: Path(os.fsdecode(path)) for _, blob, path in files if blob})
+            sources = {blob: Path(os.fsdecode(path)) for _, blob, path in files if blob}
+            self._tree = Tree(digest, pairs, sources, self._changing)
             SENT[digest] = roots
+        self._tree.held.update(self._held)
 
     def _find(self) -> tuple[dict[str, tuple[Entry, bytes]], list[str], set[str]]:
         """The files to send, by their paths in the tree; the folders of `sys.path` there; and the folders to watch."""
@@ -153,7 +166,8 @@ class Project:
 
     def _read(self, entry: Entry, path: bytes) -> tuple[str, set[str]]:
         key = (path, entry.size, entry.time)
-        if key not in self._known:
+        is_changing = path in self._changing
+        if key not in self._known or is_changing:
             try:
                 content = Path(os.fsdecode(path)).read_bytes()
             except OSError:  # deleted during the scan
@@ -161,6 +175,8 @@ class Project:
             is_module = path.endswith(b".py")
             names = names_in(content.decode(errors="replace"), text(entry.path).split("/")[:-1]) if is_module else set()
             self._known[key] = (name_of(content), names)
+            if is_changing:
+                self._held[self._known[key][0]] = content
         return self._known[key]
 
 

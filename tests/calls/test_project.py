@@ -192,6 +192,23 @@ def test_what_a_link_refers_to_is_watched(folder: Path, tmp_path: Path) -> None:
     found.close()
 
 
+def test_a_file_that_changes_before_it_is_sent_is_sent_as_it_was_read_again(folder: Path) -> None:
+    """A program that writes to its log faster than hosts reply would never send it."""
+    log = folder / "app.log"
+    log.write_text("1")
+    found = project.Project(sky.Image(includes=[str(folder)]))
+
+    def content_after_a_change(tree: project.Tree) -> bytes | None:
+        names = {inner.partition("/")[2]: name for inner, name in tree.files}
+        log.write_text(log.read_text() + "1")
+        return tree.content(names["app.log"])
+
+    assert content_after_a_change(found.tree()) is None
+    for content in (b"11", b"111"):
+        assert content_after_a_change(found.tree(anew=True)) == content
+    found.close()
+
+
 def test_a_project_of_which_nothing_is_sent_is_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
     """`skyfab top` makes such calls all the time, in whichever folder it was started."""
     found = project.Project(sky.Image(excludes=["*"]))

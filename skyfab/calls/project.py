@@ -19,7 +19,7 @@ from typing import Final
 
 from skyfab._util.signals import SIGNAL_GUARD, SignalCame
 from skyfab.calls.folder_watch import Changes
-from skyfab.calls.gitignore import is_kept, spec_of
+from skyfab.calls.gitignore import is_kept, is_valid, spec_of
 from skyfab.calls.image import Image
 from skyfab.calls.modules import Modules, files_below, names_in
 from skyfab.errors import UsageError
@@ -40,10 +40,10 @@ class _Include:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A snapshot of the project: pairs of path and blob name, the local file of each blob, and a digest of it all."""
+    """A snapshot of the project: its files as in the message, the local file of each blob, and a digest of it all."""
 
     digest: str
-    files: tuple[tuple[str, str], ...]
+    files: tuple[tuple[str, ...], ...]
     sources: dict[str, Path]
     changing: set[bytes] = field(default_factory=set)
     """The files that have changed between a snapshot and when they were sent."""
@@ -70,6 +70,9 @@ class Project:
 
     def __init__(self, image: Image) -> None:
         self._includes = [_include_of(word) for word in image.includes]
+        for word in image.excludes:
+            if word != "*" and not is_valid(word):
+                raise UsageError(f"Image(excludes=…) has {word!r}, which is not a pattern of .gitignore")
         self._image = image
         self._tree = EMPTY
         self._changing: set[bytes] = set()
@@ -124,12 +127,15 @@ class Project:
                 break
             self._folders = folders
         self._held = {}
-        files = [(inner, self._read(entry, path)[0], path) for inner, (entry, path) in sorted(found.items())]
-        pairs = tuple((inner, blob) for inner, blob, _ in files if blob)
-        digest = name_of(*(os.fsencode(f"{inner}\0{blob}\n") for inner, blob in pairs)) if pairs else ""
+        sources: dict[str, Path] = {}
+        files: list[tuple[str, ...]] = []
+        for inner, (entry, path) in sorted(found.items()):
+            if blob := self._read(entry, path)[0]:
+                sources[blob] = Path(os.fsdecode(path))
+                files.append((inner, blob, "x") if entry.mode & 0o100 else (inner, blob))
+        digest = name_of(*(os.fsencode("\0".join(file) + "\n") for file in files)) if files else ""
         if digest != self._tree.digest:
-            sources = {blob: Path(os.fsdecode(path)) for _, blob, path in files if blob}
-            self._tree = Tree(digest, pairs, sources, self._changing)
+            self._tree = Tree(digest, tuple(files), sources, self._changing)
             SENT[digest] = roots
         self._tree.held.update(self._held)
 
@@ -230,6 +236,8 @@ def _include_of(word: str) -> _Include:
             raise UsageError(f"Image(includes=…) names {word!r}, which is neither a file nor a module on this machine")
         path = Path(spec.origin)
         path = path.parent if path.name == "__init__.py" else path
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"Image(includes=…) names {word!r}, which is not readable")
     path, here = Path(os.path.abspath(path)), Path(os.path.abspath("."))
     place = path.relative_to(here) if path.is_relative_to(here) else PurePath(path.name)
     root = path.parent if path.is_file() or os.path.exists(path / "__init__.py") else path

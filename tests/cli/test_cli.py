@@ -145,6 +145,8 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["run"], "error: the following arguments are required: FILE.py[:function]\nhint: skyfab run --help\n"),
         (["run", ""], "error: FILE.py[:function] must not be empty\n"),
         (["run", "no.py"], "error: no such file: no.py\n"),
+        (["run", "n" * 256], f"error: File name too long: {'n' * 256}\n"),
+        (["put", "n" * 256], f"error: File name too long: {'n' * 256}\n"),
         (
             ["run", "--hosts=node1", "--inventory=a.toml", "nosuch-smi", "-L"],
             "hint: to run a program: skyfab run --inventory=a.toml --hosts=node1 -- nosuch-smi -L\n",

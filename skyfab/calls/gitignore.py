@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -20,10 +21,21 @@ _SKIPPED: Final = frozenset({b"__pycache__", b"node_modules", b"site-packages", 
 
 
 def spec_of(lines: Iterable[str]) -> pathspec.GitIgnoreSpec:
-    """Patterns as in .gitignore."""
+    """Patterns as in .gitignore. As in git, those that are invalid match nothing."""
     import pathspec
 
-    return pathspec.GitIgnoreSpec.from_lines(lines)
+    return pathspec.GitIgnoreSpec.from_lines(filter(is_valid, lines))
+
+
+def is_valid(line: str) -> bool:
+    """Whether it is a pattern, a comment or empty."""
+    from pathspec import GitIgnoreSpec
+
+    try:
+        GitIgnoreSpec.from_lines([line])
+    except (ValueError, re.error):
+        return False
+    return True
 
 
 def as_git(top: Path) -> Keeps:
@@ -54,9 +66,7 @@ def as_git(top: Path) -> Keeps:
 
 
 def is_kept(child: os.DirEntry[bytes], _: bytes) -> bool:
-    """Whether it is readable, and neither compiled code nor a hidden folder, a cache or an environment."""
-    if not os.access(child.path, os.R_OK):  # as what others keep to themselves in /tmp
-        return False
+    """Whether it is neither compiled code nor a hidden folder, a cache or an environment."""
     if not child.is_dir():
         return not child.name.endswith((b".pyc", b".pyo"))
     is_hidden = child.name in _SKIPPED or child.name.startswith(b".")

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from skyfab.calls.gitignore import is_kept
-from skyfab.files.entries import FOLDER, LINK, Entry, walk
+from skyfab.files.entries import FOLDER, LINK, Entry, text, walk
 
 if TYPE_CHECKING:
     from skyfab.files.entries import Keeps
@@ -129,14 +129,22 @@ def _in_package(child: os.DirEntry[bytes], path: bytes) -> bool:
         return False
 
 
-def files_below(top: str, place: str, keeps: Keeps | None = None) -> Iterator[tuple[Entry, bytes]]:
-    """As `walk`, with files instead of links. What is removed meanwhile is missing."""
+def files_below(
+    top: str, place: str, keeps: Keeps | None = None, above: frozenset[str] = frozenset()
+) -> Iterator[tuple[Entry, bytes]]:
+    """As `walk`, with files and folders instead of links. What is removed meanwhile is missing.
+
+    `above` are the folders that it is in, as links may lead there.
+    """
+    above |= {os.path.realpath(top)}
     with contextlib.suppress(OSError):
         for entry, path in walk(os.fsencode(top), os.fsencode("" if place == "." else place), [], keeps):
             if entry.kind != LINK:
                 yield entry, path
             elif os.path.isfile(path):
                 yield Entry.of(entry.path, os.stat(path)), path
+            elif os.path.realpath(os.fsdecode(path)) not in above:
+                yield from files_below(os.fsdecode(path), text(entry.path), keeps, above)
 
 
 def names_in(text: str, package: Sequence[str]) -> set[str]:

@@ -5,20 +5,21 @@ Sent are the program's own modules (`modules`) and the `includes` of its image. 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path, PurePath
 from typing import Final
 
 from skyfab._util.signals import SIGNAL_GUARD, SignalCame
 from skyfab.calls.folder_watch import Changes
-from skyfab.calls.gitignore import is_kept, spec_of
+from skyfab.calls.gitignore import is_kept, is_valid, spec_of
 from skyfab.calls.image import Image
 from skyfab.calls.modules import Modules, files_below, names_in
 from skyfab.errors import UsageError
@@ -39,19 +40,26 @@ class _Include:
 
 @dataclass(frozen=True, slots=True)
 class Tree:
-    """A snapshot of the project: pairs of path and blob name, the local file of each blob, and a digest of it all."""
+    """A snapshot of the project: its files as in the message, the local file of each blob, and a digest of it all."""
 
     digest: str
-    files: tuple[tuple[str, str], ...]
+    files: tuple[tuple[str, ...], ...]
     sources: dict[str, Path]
+    changing: set[bytes] = field(default_factory=set)
+    """The files that have changed between a snapshot and when they were sent."""
+    held: dict[str, bytes] = field(default_factory=dict)
+    """The content of these files: a program may write to its log faster than hosts reply."""
 
     def content(self, name: str) -> bytes | None:
-        """A blob's content; None if its file has changed since the snapshot."""
-        try:
+        """A blob's content; None if its file has changed since the snapshot. The next snapshot holds its content."""
+        if name in self.held:
+            return self.held[name]
+        with contextlib.suppress(OSError):
             content = self.sources[name].read_bytes()
-        except OSError:
-            return None
-        return content if name_of(content) == name else None
+            if name_of(content) == name:
+                return content
+        self.changing.add(os.fsencode(self.sources[name]))
+        return None
 
 
 EMPTY: Final = Tree("", (), {})
@@ -62,8 +70,13 @@ class Project:
 
     def __init__(self, image: Image) -> None:
         self._includes = [_include_of(word) for word in image.includes]
+        for word in image.excludes:
+            if word != "*" and not is_valid(word):
+                raise UsageError(f"Image(excludes=…) has {word!r}, which is not a pattern of .gitignore")
         self._image = image
         self._tree = EMPTY
+        self._changing: set[bytes] = set()
+        self._held: dict[str, bytes] = {}
         self._known: dict[tuple[bytes, int, int], tuple[str, set[str]]] = {}
         """Of each file by path, size and time: the name of its blob, and the modules that it may import."""
         self._modules = 0
@@ -113,12 +126,18 @@ class Project:
             if folders == self._folders:
                 break
             self._folders = folders
-        files = [(inner, self._read(entry, path)[0], path) for inner, (entry, path) in sorted(found.items())]
-        pairs = tuple((inner, blob) for inner, blob, _ in files if blob)
-        digest = name_of(*(os.fsencode(f"{inner}\0{blob}\n") for inner, blob in pairs)) if pairs else ""
+        self._held = {}
+        sources: dict[str, Path] = {}
+        files: list[tuple[str, ...]] = []
+        for inner, (entry, path) in sorted(found.items()):
+            if blob := self._read(entry, path)[0]:
+                sources[blob] = Path(os.fsdecode(path))
+                files.append((inner, blob, "x") if entry.mode & 0o100 else (inner, blob))
+        digest = name_of(*(os.fsencode("\0".join(file) + "\n") for file in files)) if files else ""
         if digest != self._tree.digest:
-            self._tree = Tree(digest, pairs, {blob: Path(os.fsdecode(path)) for _, blob, path in files if blob})
+            self._tree = Tree(digest, tuple(files), sources, self._changing)
             SENT[digest] = roots
+        self._tree.held.update(self._held)
 
     def _find(self) -> tuple[dict[str, tuple[Entry, bytes]], list[str], set[str]]:
         """The files to send, by their paths in the tree; the folders of `sys.path` there; and the folders to watch."""
@@ -153,7 +172,8 @@ class Project:
 
     def _read(self, entry: Entry, path: bytes) -> tuple[str, set[str]]:
         key = (path, entry.size, entry.time)
-        if key not in self._known:
+        is_changing = path in self._changing
+        if key not in self._known or is_changing:
             try:
                 content = Path(os.fsdecode(path)).read_bytes()
             except OSError:  # deleted during the scan
@@ -161,6 +181,8 @@ class Project:
             is_module = path.endswith(b".py")
             names = names_in(content.decode(errors="replace"), text(entry.path).split("/")[:-1]) if is_module else set()
             self._known[key] = (name_of(content), names)
+            if is_changing:
+                self._held[self._known[key][0]] = content
         return self._known[key]
 
 
@@ -214,6 +236,8 @@ def _include_of(word: str) -> _Include:
             raise UsageError(f"Image(includes=…) names {word!r}, which is neither a file nor a module on this machine")
         path = Path(spec.origin)
         path = path.parent if path.name == "__init__.py" else path
+    if not os.access(path, os.R_OK):
+        raise UsageError(f"Image(includes=…) names {word!r}, which is not readable")
     path, here = Path(os.path.abspath(path)), Path(os.path.abspath("."))
     place = path.relative_to(here) if path.is_relative_to(here) else PurePath(path.name)
     root = path.parent if path.is_file() or os.path.exists(path / "__init__.py") else path

@@ -53,7 +53,9 @@ def put(
 
     required_folder()
     local = local_path(path)
-    if not local.exists():
+    with file_errors():
+        is_there = local.exists()
+    if not is_there:
         if local.is_symlink():
             raise UsageError(f"broken link: {path} points to {local.readlink()}")
         raise UsageError(f"no such file or folder: {path}", hint=similar_path(local))
@@ -238,15 +240,22 @@ def _note_of(run: Run) -> Path:
 def file_pool(inventory: Inventory, hosts: Sequence[Host]) -> Iterator[Compute]:
     """A pool that sends no modules to hosts. Errors of files on this machine become messages, like those of hosts."""
     from skyfab.calls.image import Image
-    from skyfab.files.entries import words
     from skyfab.pool.compute import Compute
+
+    with file_errors(), Compute(hosts, inventory=inventory, image=Image(excludes=("*",))) as compute:
+        for node in compute.hosts:
+            node.owner = ""  # the project's folder, even while a run uses it
+        yield compute
+
+
+@contextmanager
+def file_errors() -> Iterator[None]:
+    """Errors of files on this machine become messages."""
+    from skyfab.files.entries import words
     from skyfab.ui.terminal import unwritten
 
     try:
-        with Compute(hosts, inventory=inventory, image=Image(excludes=("*",))) as compute:
-            for node in compute.hosts:
-                node.owner = ""  # the project's folder, even while a run uses it
-            yield compute
+        yield
     except OSError as error:
         if isinstance(error, (SkyfabError, BrokenPipeError)) or error in unwritten:
             raise

@@ -189,6 +189,9 @@ def _name(child: os.DirEntry[bytes]) -> bytes:
 def _entry(child: os.DirEntry[bytes], path: bytes, base: int, skipped: list[Skip]) -> Entry | None:
     if is_part(child.name):
         return None
+    if path.count(b"/") > _DEEPEST:
+        skipped.append((path, f"nested more than {_DEEPEST} folders deep"))
+        return None
     try:
         about = child.stat(follow_symlinks=False)
         if stat.S_ISLNK(about.st_mode):

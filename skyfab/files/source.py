@@ -30,6 +30,7 @@ PIECE: Final = SMALL
 """Bytes of a larger file that are read and written at a time."""
 _RECENT: Final = 1_000_000_000
 """Nanoseconds for which the time of a file may stay the same while it changes: a write sets it when it begins."""
+_TAKEN: Final = "another match has this name"
 GONE: Final = -1
 """In place of the size of a file that can no longer be read as it was listed."""
 
@@ -212,7 +213,9 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
     places: set[bytes] = set()
 
     def is_new(child: os.DirEntry[bytes], path: bytes) -> bool:
-        return path not in places or os.path.normpath(child.path) not in seen
+        if path in places and os.path.normpath(child.path) not in seen:
+            skipped.append((path, _TAKEN))
+        return path not in places
 
     for pattern in patterns:
         path = os.path.expanduser(pattern)
@@ -224,8 +227,8 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
             place = b"" if kept in (b".", b"..") else kept
             if not seen.isdisjoint(and_above(clean)) or not os.path.lexists(match):  # glob yields d/ for d/** unseen
                 continue
-            if place in places:
-                skipped.append((clean, "another match has this name"))
+            if not places.isdisjoint(and_above(place)):
+                skipped.append((clean, _TAKEN))
                 continue
             seen.add(clean)
             if not is_named and (why := why_not_followed(match, place)):

@@ -41,16 +41,25 @@ class Target:
         self,
         folder: bytes,
         *,
+        top: Entry | None = None,
         keep_newer: bool = False,
         expects: Callable[[bytes], bool] = lambda path: True,
         place_of: Callable[[Entry], bytes] = lambda entry: entry.path,
     ) -> None:
-        """Makes the folder if it is not there. With `keep_newer`, files there that are newer stay. Raises OSError.
+        """Makes the folder if it is not there, with the mode and time of `top`. Raises OSError.
 
-        Only paths that it `expects` are written, each to the place that `place_of` says.
+        With `keep_newer`, files there that are newer stay. Only paths that it `expects` are written, each to the place
+        that `place_of` says.
         """
-        os.makedirs(folder, exist_ok=True)
         self.path = folder
+        self._top = top
+        self._made: set[bytes] = set()
+        """Folders that were not there before."""
+        os.makedirs(folder if top is None else os.path.dirname(folder), exist_ok=True)
+        if top is not None:
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(folder, top.mode | 0o700)
+                self._made.add(b"")
         self._keep_newer = keep_newer
         self._expects = expects
         self._place_of = place_of
@@ -61,8 +70,6 @@ class Target:
         self._part = own_part()
         self._written: set[bytes] = set()
         """Folders into which small files were written."""
-        self._made: set[bytes] = set()
-        """Folders that were not there before."""
         self._newer: set[bytes] = set()
         """Files that stay."""
 
@@ -121,9 +128,13 @@ class Target:
             return NEWER, 0, ""
         if not stat.S_ISREG(about.st_mode) or about.st_size != entry.size:
             return MISSING, about.st_size + begun, ""
-        if _same_time(about.st_mtime_ns, entry.time):
-            if about.st_mode & 0o777 != entry.mode:
-                self._settle(folder, name, entry, about.st_mtime_ns)
+        is_same = _same_time(about.st_mtime_ns, entry.time)
+        if is_same and about.st_mode & 0o777 == entry.mode:
+            return None
+        if about.st_nlink > 1:  # its mode and time are those of other files too, as in a copy of a working folder
+            return MISSING, about.st_size + begun, ""
+        if is_same:
+            self._settle(folder, name, entry, about.st_mtime_ns)
             return None
         try:
             with opened(name, _READ, dir_fd=folder) as fd:
@@ -239,9 +250,11 @@ class Target:
 
     def finish(self) -> None:
         """Everything is there: the folders that were made get their modes and times, the deepest first."""
-        for entry in sorted(self._entries, key=lambda entry: -entry.path.count(b"/")):
-            if entry.kind == FOLDER and entry.path in self._made:
-                fd = self._folder(entry.path)
+        folders = [(entry.path, entry) for entry in self._entries if entry.kind == FOLDER]
+        folders.sort(key=lambda one: -one[0].count(b"/"))
+        for path, entry in [*folders, *([(b"", self._top)] if self._top is not None else ())]:
+            if path in self._made:
+                fd = self._folder(path)
                 with contextlib.suppress(OSError):  # it belongs to another user
                     os.fchmod(fd, entry.mode)
                     os.utime(fd, ns=(entry.time, entry.time))

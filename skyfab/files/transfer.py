@@ -177,6 +177,8 @@ class Transfer:
         self._fits: Callable[[int], None] = lambda size: None
         self._is_changed = self._is_cut = False
         """The large file that is being sent was changed, or made shorter, since it was opened."""
+        self._missed: list[int] = []
+        """Small files that could not be sent: gone, or large by now."""
 
     def run(self, fits: Callable[[int], None], relay: Callable[[list[int]], list[int]] = list) -> None:
         """Moves everything. `fits` is called with the bytes that are needed, and raises if they do not fit.
@@ -278,6 +280,12 @@ class Transfer:
         for pack in packs(numbers, self._size):
             self._read("pack", pack, _PACK)
         self._pass_all_on()
+        while self._missed:
+            number = self._missed.pop()
+            if self._reopen(number) and self._is_large(number):
+                self._send_large([number])
+            else:
+                self.report.note(self.rows[number][0], CHANGED)
 
     def _send_large(self, numbers: Sequence[int]) -> None:
         begun = deque(self._target.ask("begin", number) for number in numbers[:1])
@@ -358,7 +366,7 @@ class Transfer:
         self._grow(len(data) - sum(map(self._size, numbers)))
         for number, size, _ in found:
             if size == GONE:
-                self.report.note(self.rows[number][0], CHANGED)
+                self._missed.append(number)
                 self._advance(self._size(number))
             else:
                 self.report.sent += 1

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import threading
@@ -30,6 +31,8 @@ _LONG: Final = 1.0
 """Seconds that a call takes at least if it has compiled something."""
 _MOST: Final = 2 << 30
 """Bytes of all kernels that this machine keeps: a hostile host could send any number."""
+_LEAST: Final = 4096
+"""Bytes that a file counts at least, and a folder or link: these are made before their sizes are compared."""
 
 
 @contextlib.contextmanager
@@ -102,8 +105,11 @@ class _Exchange:
         with self._open(node, "send") as (remote, key):
             if not key:
                 return "", 0
-            left = _MOST - sum(path.lstat().st_size for path in _folder("").rglob("*"))
-            with contextlib.closing(Target(os.fsencode(_folder(key)))) as target:
+            left = _MOST - sum(max(_LEAST, path.lstat().st_size) for path in _folder("").rglob("*"))
+            numbers = itertools.count(1)
+            with contextlib.closing(
+                Target(os.fsencode(_folder(key)), expects=lambda path: next(numbers) * _LEAST <= left)
+            ) as target:
                 return key, _moved(remote, Here(target), min(left, target.room))
 
     def _give(self, node: Node) -> None:

@@ -15,7 +15,7 @@ from skyfab.calls.gitignore import as_git, is_kept
 from skyfab.calls.project import note_laid_out
 from skyfab.detached.written import current_folder, required_folder
 from skyfab.errors import ProtocolError, SkyfabError, UsageError
-from skyfab.files.entries import FOLDER, LINK, Entry, name, walk
+from skyfab.files.entries import FILE, FOLDER, LINK, Entry, name, walk
 from skyfab.files.source import Source, and_above, expected
 from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Report, Side, Transfer, check
@@ -55,14 +55,14 @@ class Files:
         if not os.fspath(path):
             raise UsageError("upload needs the path of a file or folder", hint='"." is the current folder')
         top = local_path(path).absolute()
-        base = os.fsencode(top.name)
+        top = top.resolve() if top.name == ".." else top  # its copy needs a name
+        what = Entry.of(os.fsencode(top.name), top.stat())
         skipped: list[Skip] = []
-        is_file = not top.is_dir()
-        found: Iterable[tuple[Entry, bytes]] = walk(os.fsencode(top), base if is_file else b"", skipped)
+        found: Iterable[tuple[Entry, bytes]] = walk(os.fsencode(top), what.path if what.kind == FILE else b"", skipped)
         if len(nodes) > 1:  # for one host, it is listed here while that host compares
             found = self._listed(found)
         place = os.fsencode(to if to is not None else _place(top, elsewhere=top.name))
-        return self._send(found, skipped, place, base, is_file, nodes)
+        return self._send(found, skipped, what, place, nodes)
 
     def lay_out(self, folder: Path, nodes: Sequence[Node], *, ignored: bool = False) -> tuple[str, list[Report]]:
         """Copies what .gitignore allows of a folder, or all of it (`ignored`), to the same place in working folders.
@@ -81,9 +81,9 @@ class Files:
                 lambda child, path: path.partition(b"/")[0] not in fetched and allowed(child, path),
             )
         )
-        place = _place(folder, elsewhere=".")
+        place, what = _place(folder, elsewhere="."), Entry.of(b"", folder.stat())
         there = [node for node in nodes if not node.workdir.callers]  # where it is not this folder itself
-        return place, self._send(found, skipped, os.fsencode(place), b"", False, there, laid_out=folder)
+        return place, self._send(found, skipped, what, os.fsencode(place), there, laid_out=folder)
 
     def _listed(self, found: Iterable[tuple[Entry, bytes]]) -> list[tuple[Entry, bytes]]:
         """All of them, with progress while they are found."""
@@ -103,9 +103,8 @@ class Files:
         self,
         found: Iterable[tuple[Entry, bytes]],
         skipped: list[Skip],
+        what: Entry,
         place: bytes,
-        base: bytes,
-        is_file: bool,
         nodes: Sequence[Node],
         *,
         laid_out: Path | None = None,
@@ -115,11 +114,10 @@ class Files:
         def send(node: Node, remote: Remote) -> Report:
             own = list(skipped) if len(nodes) > 1 else skipped  # `found` may still add to it
             try:
-                there, called, room = check(
-                    "receive", remote.ask("receive", place, base, is_file, laid_out is not None)
-                )
+                there, called, room = check("receive", remote.ask("receive", place, what, laid_out is not None))
                 if laid_out is not None:
                     note_laid_out(node.name, there, str(laid_out))
+                is_file = what.kind == FILE
                 entries = [(_renamed(entry, name(called)), path) for entry, path in found] if is_file else found
                 with closing(Source(entries, own)) as source:
                     transfer = self._transfer(node, "sending files", Here(source), remote)
@@ -266,8 +264,11 @@ def _typed(folder: Path) -> str:
 
 def _place(path: Path, *, elsewhere: str) -> str:
     """The path in working folders that corresponds to one of this machine: as in the current folder."""
-    path, here = Path(os.path.normpath(path)), current_folder()
-    return str(path.relative_to(here)) if here and path.is_relative_to(here) else elsewhere
+    here = current_folder()
+    for known in (Path(os.path.normpath(path)), path.parent.resolve() / path.name):  # a link may lead to this folder
+        if here and known.is_relative_to(here):
+            return str(known.relative_to(here))
+    return elsewhere
 
 
 def _renamed(entry: Entry, called: bytes) -> Entry:

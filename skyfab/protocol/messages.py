@@ -288,7 +288,7 @@ class Tree(Message):
 
     digest: str
     files: list[list[str]]
-    """Pairs of relative path and blob name."""
+    """The relative path and the blob name of each; and, if it may be executed, ``x``."""
 
 
 class Listen(Message):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import re
 import shutil
 import signal
 import sys
@@ -190,6 +191,62 @@ def test_what_a_link_refers_to_is_watched(folder: Path, tmp_path: Path) -> None:
     shared.write_text("value = 22\n")
     assert found.tree().digest != before.digest
     found.close()
+
+
+def test_a_file_that_changes_before_it_is_sent_is_sent_as_it_was_read_again(folder: Path) -> None:
+    """A program that writes to its log faster than hosts reply would never send it."""
+    log = folder / "app.log"
+    log.write_text("1")
+    found = project.Project(sky.Image(includes=[str(folder)]))
+
+    def content_after_a_change(tree: project.Tree) -> bytes | None:
+        names = {inner.partition("/")[2]: name for inner, name in tree.files}
+        log.write_text(log.read_text() + "1")
+        return tree.content(names["app.log"])
+
+    assert content_after_a_change(found.tree()) is None
+    for content in (b"11", b"111"):
+        assert content_after_a_change(found.tree(anew=True)) == content
+    found.close()
+
+
+def test_includes_keep_what_may_be_executed_and_have_the_files_that_links_lead_to(folder: Path) -> None:
+    (folder / "v2").mkdir()
+    (folder / "v2" / "run.sh").write_text("#!/bin/sh")
+    found = project.Project(sky.Image(includes=[str(folder)]))
+    before = {inner.partition("/")[2]: executable for inner, _, *executable in found.tree().files}
+    assert {"one.py": [], "v2/run.sh": []}.items() <= before.items()
+    (folder / "v2" / "run.sh").chmod(0o755)
+    (folder / "now").symlink_to("v2")
+    (folder / "v2" / "up").symlink_to("..")
+    files = {inner.partition("/")[2]: executable for inner, _, *executable in found.tree(anew=True).files}
+    assert {"one.py": [], "v2/run.sh": ["x"], "now/run.sh": ["x"]}.items() <= files.items()
+    found.close()
+
+
+@pytest.mark.parametrize(
+    ("image", "message"),
+    [
+        ({"includes": ["secret"]}, "names 'secret', which is not readable"),
+        ({"excludes": ["*.bin", "!"]}, "has '!', which is not a pattern"),
+    ],
+)
+def test_an_image_with_what_cannot_be_sent_or_matched_is_refused(
+    image: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user = os.geteuid()
+    with tempfile.TemporaryDirectory() as made:
+        Path(made).chmod(0o755)
+        monkeypatch.chdir(made)
+        Path("secret").touch(mode=0)
+        try:
+            if user == 0:  # may read everything
+                os.setresuid(65534, 65534, 0)
+            with pytest.raises(sky.UsageError, match=re.escape(message)):
+                project.Project(sky.Image(**image))
+        finally:
+            os.setresuid(user, user, user)
+            monkeypatch.undo()
 
 
 def test_a_project_of_which_nothing_is_sent_is_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -215,6 +215,12 @@ def test_a_slip_of_the_finger_is_one_message_and_2(
     assert says in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize("words", [["run"], ["put", "--hosts=local"]])
+def test_a_path_that_the_system_refuses_is_one_message(skyfab: Skyfab, words: list[str]) -> None:
+    name = "n" * 256
+    assert skyfab(*words, name) == (1, "", f"error: File name too long: {name}\n")
+
+
 def test_plain_invoke_runs_the_same_tasks_with_the_same_codes(tmp_path: Path) -> None:
     (tmp_path / "tasks.py").write_text("from skyfab.cli import namespace\n")
 

@@ -204,6 +204,18 @@ def test_a_folder_is_listed_in_the_order_of_names_and_as_it_is_chosen(tmp_path: 
     assert [entry.path for entry, _ in found] == [b"in", b"in/a", b"in/c", b"in/top", b"in/a/x"]
 
 
+def test_what_is_nested_too_deep_is_left_out(tmp_path: Path) -> None:
+    """The other side would refuse it, and with it the whole transfer."""
+    deep = Path(*["d"] * 201)
+    (tmp_path / deep).mkdir(parents=True)
+    (tmp_path / deep / "x").touch()
+    found, skipped = listed(tmp_path)
+    assert max(found, key=len) == os.fsencode(deep)
+    assert skipped == [(os.fsencode(deep / "x"), "nested more than 200 folders deep")]
+    for entry in found.values():
+        Entry.parse(entry.row)
+
+
 def test_the_folder_itself_must_be_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One below it is left out. (root can read everything.)"""
     (tmp_path / "inner").mkdir()

@@ -177,6 +177,24 @@ def test_a_file_that_has_the_content_gets_mode_and_time(target: Target, to: Path
     assert (mode_of(to / "a"), (to / "a").stat().st_mtime_ns) == (0o750, 5 * SECOND)
 
 
+@pytest.mark.parametrize(("seconds", "content"), [(5, "abc"), (7, "abc"), (7, "xyz")])
+def test_another_name_of_a_file_keeps_its_mode_time_and_content(to: Path, seconds: int, content: str) -> None:
+    """A copy of a working folder has files without write permission as hard links."""
+    (to / "other").write_text("abc")
+    (to / "other").chmod(0o444)
+    os.utime(to / "other", (5, 5))
+    (to / "a").hardlink_to(to / "other")
+    with contextlib.closing(Target(os.fsencode(to))) as target:
+        for _, _, _, digest in target.compare([file("a", time=seconds * SECOND)]):
+            if digest == hashlib.sha256(content.encode()).hexdigest():
+                target.adopt(0)
+            else:
+                target.store([[0, 3, seconds * SECOND]], content.encode())
+    about = (to / "other").stat()
+    assert (mode_of(to / "other"), about.st_mtime, (to / "other").read_text()) == (0o444, 5, "abc")
+    assert (mode_of(to / "a"), (to / "a").stat().st_mtime, (to / "a").read_text()) == (0o644, seconds, content)
+
+
 def test_folders_that_are_not_listed_are_made_for_everyone_to_read(target: Target, to: Path) -> None:
     before = os.umask(0o022)
     try:

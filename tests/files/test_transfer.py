@@ -398,6 +398,15 @@ def move_after(change: Callable[[], object], large: Path) -> tuple[Report, Path]
     return transfer.report, to
 
 
+@pytest.mark.parametrize("size", [SMALL + 1, LARGE])
+def test_a_small_file_that_has_grown_large_arrives(large: Path, size: int) -> None:
+    content = os.urandom(size)
+    report, to = move_after(lambda: large.with_name("small").write_bytes(content), large)
+    assert (to / "small").read_bytes() == content
+    assert (report.sent, report.skipped) == (2, [])
+    assert sorted(path.name for path in to.iterdir()) == ["large", "small"]
+
+
 def test_a_file_that_vanishes_is_left_out(large: Path) -> None:
     report, to = move_after(large.unlink, large)
     assert report.skipped == [("large", "removed, changed or not readable")]

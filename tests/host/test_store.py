@@ -293,6 +293,33 @@ def test_a_tree_that_is_there_is_used_as_it_is(store: Store) -> None:
     assert Path(first).stat().st_mtime > 1e9
 
 
+def test_files_of_a_tree_that_were_changed_or_deleted_are_replaced(store: Store) -> None:
+    """By a function that writes beside its module, or by hand. A pool may be using the others."""
+    one, two = put(store, b"one"), put(store, b"two")
+    wanted = [["0/a.py", one], ["0/b.py", one], ["0/c/d.py", two], ["0/kept.py", two]]
+    tree = Path(store.lay_out(TREE, wanted)) / "0"
+    kept = (tree / "kept.py").stat().st_ino
+    (tree / "a.py").write_bytes(b"ONE")
+    (tree / "b.py").unlink()
+    (tree / "b.py").symlink_to("kept.py")
+    (tree / "c/d.py").unlink()
+    (tree / "c").rmdir()
+    store.lay_out(TREE, wanted)
+    assert [(tree / name).read_text() for name in ("a.py", "b.py", "c/d.py", "kept.py")] == ["one", "one", "two", "two"]
+    assert (tree / "kept.py").stat().st_ino == kept
+    assert files(tree) == ["a.py", "b.py", "c/d.py", "kept.py"]
+
+
+def test_what_may_be_executed_here_may_be_executed_there(store: Store) -> None:
+    one = put(store, b"one")
+    before = os.umask(0o022)
+    try:
+        tree = Path(store.lay_out(TREE, [["0/run.sh", one, "x"], ["0/data", one]])) / "0"
+    finally:
+        os.umask(before)
+    assert [stat.S_IMODE((tree / name).stat().st_mode) for name in ("run.sh", "data")] == [0o755, 0o644]
+
+
 def test_a_missing_blob_leaves_no_tree(store: Store, tmp_path: Path) -> None:
     """All or nothing."""
     one = put(store, b"one", keep=True)

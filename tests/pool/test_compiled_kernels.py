@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,10 @@ from stage.threads import begin
 
 import skyfab as sky
 from skyfab._util.cache import cache_folder
+from skyfab.errors import ProtocolError
+from skyfab.files.entries import walk
+from skyfab.files.source import Source
+from skyfab.files.transfer import Here
 from skyfab.host import compiled
 from skyfab.pool.compiled import _Exchange
 
@@ -129,6 +134,23 @@ def test_a_host_whose_answer_is_not_a_key_is_left_out(pair: Open, monkeypatch: p
     compute.close()
     assert not (cache_folder() / "compiled").exists()
     assert not (cache_folder().parent / "outside").exists()
+
+
+@pytest.mark.parametrize("is_folder", [True, False])
+def test_a_host_cannot_fill_this_machine_with_what_has_no_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_folder: bool
+) -> None:
+    for number in range(30):
+        path = tmp_path / "there" / str(number)
+        (path if is_folder else path.parent).mkdir(parents=True, exist_ok=True)
+        path.touch()
+    monkeypatch.setattr("skyfab.pool.compiled._MOST", 20 * 4096)
+    exchange = _Exchange([], lambda node, tree: node)
+    source = Here(Source(walk(os.fsencode(tmp_path / "there"), b"", []), []))
+    monkeypatch.setattr(exchange, "_open", lambda node, way: nullcontext((source, "0" * 40)))
+    with pytest.raises(ProtocolError):
+        exchange._take(None)  # type: ignore[arg-type]
+    assert len([*(cache_folder() / "compiled" / ("0" * 40)).iterdir()]) <= 20
 
 
 def test_closing_does_not_wait_for_a_host_that_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -139,6 +139,9 @@ def notices(events: list[Event]) -> list[tuple[str | None, str]]:
         ("d", "x/", {"x/d/a.txt": "a", "x/d/e/b": "b"}),
         ("d/a.txt", "z", {"z": "a"}),
         ("d/a.txt", "x/", {"x/a.txt": "a"}),
+        ("d/e/..", "x/", {"x/d/a.txt": "a", "x/d/e/b": "b"}),
+        ("../outside/f/..", None, {"outside/c": "c"}),
+        ("../link/d/e/b", None, {"d/e/b": "b"}),
     ],
 )
 def test_uploads(
@@ -146,6 +149,8 @@ def test_uploads(
 ) -> None:
     fill(here, d__a_txt="a", d__e__b="b")
     fill(here.parent, outside__c="c")
+    (here.parent / "outside" / "f").mkdir()
+    (here.parent / "link").symlink_to(here)
     reports = files.upload(path, to, nodes[:count])
     assert [tree(node.folder) for node in nodes[:count]] == [found] * count
     assert [(report.host, report.sent, report.folder) for report in reports] == [
@@ -154,6 +159,19 @@ def test_uploads(
     assert nodes[count:] == [] or nodes[1].requests == []
     (spec,) = nodes[0].specs.values()
     assert (spec.pipelined, spec.reported, spec.plain, spec.claims) == (True, False, True, True)
+
+
+def test_a_new_folder_has_the_mode_and_time_of_the_one_here(files: Files, here: Path, nodes: list[Any]) -> None:
+    fill(here, d__a="a", d__e__b="b")
+    for folder, mode in (("d/e", 0o500), ("d", 0o700)):
+        (here / folder).chmod(mode)
+        os.utime(here / folder, (5, 5))
+    (nodes[1].folder / "d").mkdir(mode=0o755)
+    files.upload("d", None, nodes)
+    new, old = (node.folder / "d" for node in nodes)
+    for folder, mode in ((new, 0o700), (new / "e", 0o500), (old / "e", 0o500)):
+        assert (folder.stat().st_mode & 0o777, folder.stat().st_mtime) == (mode, 5)
+    assert old.stat().st_mode & 0o777 == 0o755
 
 
 def test_a_path_that_exists_is_used_literally(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

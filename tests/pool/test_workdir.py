@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import os
+import resource
 import shlex
 import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -139,6 +141,59 @@ def test_runs_at_once_have_folders_of_their_own(folder: Path, remote: list[sky.H
     assert files.path.endswith(Path(own).name)
     assert "second" in files.what
     assert "first" not in files.what
+
+
+def test_a_copy_that_fails_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
+    """The other run needs it."""
+    write(str(tmp_path / "p/small"), "1")
+    (tmp_path / "p/zlarge").write_bytes(bytes(100_000))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            agent_workdir.enter(str(tmp_path / "p.own"), str(tmp_path), "", str(tmp_path / "p"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["p"]
+
+
+@pytest.mark.parametrize("is_locked", [True, False])
+def test_a_copy_whose_process_was_killed_goes_with_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_locked: bool
+) -> None:
+    """Unless another agent of the pool works on it, on a host that shares the cache."""
+    kept, own = tmp_path / "files", agent_workdir.own_name("p", "owner")
+    write(str(tmp_path / "run/files"), "")
+    monkeypatch.chdir(tmp_path / "run")
+    (kept / own).mkdir(parents=True)  # as if the project's folder were in use
+    written = agent_workdir.Written()
+    assert written.claim("p", "owner", str(tmp_path)) == (own, "p")
+    (kept / own).rmdir()
+    write(str(kept / f".in-{own}" / "part"), "x")
+    with (kept / f".in-{own}.lock").open("w") as lock:
+        if is_locked:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        written.close()
+    assert {path.name for path in kept.glob(".in-*")} == ({f".in-{own}", f".in-{own}.lock"} if is_locked else set())
+
+
+def test_what_cannot_be_read_is_not_copied(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    with tempfile.TemporaryDirectory() as made:
+        folder, user = Path(made), os.geteuid()
+        folder.chmod(0o777)
+        for name in ("data", "secret"):
+            write(str(folder / "p" / name), "1")
+        (folder / "p/secret").chmod(0o200)
+        monkeypatch.chdir(folder)
+        try:
+            if user == 0:  # may read everything
+                os.seteuid(65534)
+            agent_workdir.enter(str(folder / "p.own"), str(folder), "", str(folder / "p"))
+        finally:
+            os.seteuid(user)
+            monkeypatch.undo()
+        assert [path.name for path in (folder / "p.own").iterdir()] == ["data"]
+        assert f"not copied: {folder}/p/secret: Permission denied" in capsys.readouterr().err
 
 
 def test_gc_leaves_a_folder_that_is_being_copied(folder: Path, remote: list[sky.Host], namespaces: Lab) -> None:
@@ -311,6 +366,7 @@ def test_on_this_machine_nothing_is_laid_out_over_the_callers_files(
 def test_files_are_laid_out_once_and_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, target = tmp_path / "tree", tmp_path / "cache/files/p"
     write(str(source / "a/b.txt"), "1")
+    write(str(source / "a" / ("x" * 255)), "a long name")
     monkeypatch.chdir(tmp_path)
     agent_workdir.enter(str(target), str(tmp_path / "cache"), str(source))
     first = (target / "a/b.txt").stat()
@@ -319,7 +375,11 @@ def test_files_are_laid_out_once_and_whole(tmp_path: Path, monkeypatch: pytest.M
     (target / "a/b.txt").write_text("2")
     agent_workdir.enter(str(target), str(tmp_path / "cache"), str(source))
     assert (target / "a/b.txt").read_text() == "1"
-    assert [path.name for path in (target / "a").iterdir()] == ["b.txt"]
+    assert sorted(path.name for path in (target / "a").iterdir()) == ["b.txt", "x" * 255]
+    assert not os.access(target / "a/b.txt", os.X_OK)
+    (source / "a/b.txt").chmod(0o755)
+    agent_workdir.enter(str(target), str(tmp_path / "cache"), str(source))
+    assert os.access(target / "a/b.txt", os.X_OK)
 
 
 # ---- what is said

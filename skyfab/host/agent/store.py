@@ -89,9 +89,10 @@ def _is_sealed(found: os.stat_result, name: str) -> bool:
 
 def is_intact(path: str, name: str) -> bool:
     """Whether a file has the content of that name. Raises OSError if it cannot be read."""
+    found = os.stat(path)
+    if stat.S_ISREG(found.st_mode) and _is_sealed(found, name) and found.st_mtime >= _started():
+        return True
     with _opened(path) as (fd, found):
-        if _is_sealed(found, name) and found.st_mtime >= _started():
-            return True
         if name_of(map_file(fd, found.st_size)) != name:
             return False
     seal(path, name)
@@ -177,25 +178,22 @@ class Store:
         return Writer(self.folders[1 if keep else 0], check_name(name))
 
     def lay_out(self, digest: str, files: Sequence[Sequence[str]]) -> str:
-        """Creates the folder of a tree atomically and returns it. Raises FileNotFoundError for a missing blob."""
+        """Creates the folder of a tree atomically and returns it. Raises FileNotFoundError for a missing blob.
+
+        In a folder that is there, files that were changed or deleted are replaced: other pools may be using the rest.
+        """
         target = self.tree(digest)
         import shutil
         import tempfile
 
         if os.path.isdir(target):
-            if os.stat(target).st_mtime >= _started() or _has_all(target, files):
-                os.utime(target)
-                return target
-            shutil.rmtree(target)
+            self._fill(target, files)
+            os.utime(target)
+            return target
         os.makedirs(self._trees, mode=0o700, exist_ok=True)
         draft = tempfile.mkdtemp(prefix=f".{digest[:16]}-", dir=self._trees)  # unique, even if hosts share the cache
         try:
-            for path, name in files:
-                source, inner = self._find(check_name(name)), _inside(draft, path)
-                if source is None:
-                    raise FileNotFoundError(f"the content of {path} is not on this host")
-                os.makedirs(os.path.dirname(inner), mode=0o700, exist_ok=True)
-                shutil.copyfile(source, inner)
+            self._fill(draft, files)
             with contextlib.suppress(OSError):  # another process may have created it first
                 os.rename(draft, target)
             if not os.path.isdir(target):
@@ -203,6 +201,35 @@ class Store:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
         return target
+
+    def _fill(self, folder: str, files: Sequence[Sequence[str]]) -> None:
+        """Copies the files that a folder lacks, or has with other content."""
+        import shutil
+
+        from skyfab.files.draft import own_part
+
+        for path, name, *executable in files:
+            inner = _inside(folder, path)
+            with contextlib.suppress(OSError):  # it is missing, or not a file
+                if is_intact(inner, check_name(name)):
+                    continue
+            source = self._find(name)
+            if source is None:
+                raise FileNotFoundError(f"the content of {path} is not on this host")
+            above = os.path.dirname(inner)
+            os.makedirs(above, mode=0o700, exist_ok=True)
+            draft = os.path.join(above, os.fsdecode(own_part()))
+            try:
+                shutil.copyfile(source, draft)
+                if executable:  # by whoever may read it
+                    mode = stat.S_IMODE(os.stat(draft).st_mode)
+                    os.chmod(draft, mode | (mode & 0o444) >> 2)
+                seal(draft, name)
+                os.replace(draft, inner)
+            except OSError:
+                with contextlib.suppress(OSError):
+                    os.unlink(draft)
+                raise
 
     def tree(self, digest: str) -> str:
         """The path of a tree's folder, whether or not it exists."""
@@ -256,18 +283,6 @@ class Writer:
             self._fd = -1
         with contextlib.suppress(OSError):
             os.unlink(self._draft)
-
-
-def _has_all(folder: str, files: Sequence[Sequence[str]]) -> bool:
-    """Whether a tree has all of its files, as they were laid out."""
-    for path, name in files:
-        try:
-            with _opened(_inside(folder, path)) as (fd, found):
-                if name_of(map_file(fd, found.st_size)) != name:
-                    return False
-        except OSError:  # it is missing, or not a file
-            return False
-    return True
 
 
 def _inside(root: str, path: str) -> str:

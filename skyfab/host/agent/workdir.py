@@ -90,24 +90,52 @@ def _copy(origin: str, folder: str) -> None:
     """
     import shutil
 
-    draft = os.path.join(os.path.dirname(folder), f".in-{os.path.basename(folder)}")
+    draft = _draft(folder)
     if not os.path.isdir(folder):
         with open(f"{draft}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not os.path.isdir(folder):
                 print("another run uses the folder of this project: this one works in a copy", file=sys.stderr)
                 shutil.rmtree(draft, ignore_errors=True)  # of a process that was killed
-                os.mkdir(draft, mode=0o700)
-                for path, folders, names in os.walk(origin):
-                    inner = os.path.join(draft, os.path.relpath(path, origin))
-                    os.makedirs(inner, exist_ok=True)
-                    for name in (*names, *folders):
-                        with contextlib.suppress(FileNotFoundError):  # the other run has just removed it
-                            _copy_file(os.path.join(path, name), os.path.join(inner, name))
-                with open(_mark(folder), "w"):
-                    pass
-                os.rename(draft, folder)
-                os.unlink(lock.name)
+                try:
+                    _fill(draft, origin)
+                    with open(_mark(folder), "w"):
+                        pass
+                    os.rename(draft, folder)
+                except BaseException:  # the other run needs the rest of the disk
+                    shutil.rmtree(draft, ignore_errors=True)
+                    raise
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(lock.name)
+
+
+def _fill(draft: str, origin: str) -> None:
+    os.mkdir(draft, mode=0o700)
+    for path, folders, names in os.walk(origin):
+        inner = os.path.join(draft, os.path.relpath(path, origin))
+        os.makedirs(inner, exist_ok=True)
+        for name in (*names, *folders):
+            try:
+                _copy_file(os.path.join(path, name), os.path.join(inner, name))
+            except FileNotFoundError:  # the other run has just removed it
+                pass
+            except PermissionError as error:
+                print(f"not copied: {error.filename}: {error.strerror}", file=sys.stderr)
+
+
+def _discard(draft: str) -> None:
+    """Removes a copy that is not complete, if no process works on it."""
+    import shutil
+
+    with contextlib.suppress(OSError), open(f"{draft}.lock", "r+") as lock:  # it has none: nothing is left
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(draft, ignore_errors=True)
+        os.unlink(lock.name)
+
+
+def _draft(folder: str) -> str:
+    """The copy of a working folder while it is made."""
+    return os.path.join(os.path.dirname(folder), f".in-{os.path.basename(folder)}")
 
 
 def _mark(folder: str) -> str:
@@ -155,12 +183,14 @@ def _lay_out(source: str, target: str) -> None:
     """Copies a file, unless it is already there. Several processes may do so at once."""
     import shutil  # imported late: few pools include files
 
-    if _same(source, target):
+    from skyfab.files.draft import own_part
+
+    if _same(source, target) and os.access(target, os.X_OK) >= os.access(source, os.X_OK):
         return
     folder = os.path.dirname(target)
     if folder:
         os.makedirs(folder, exist_ok=True)
-    draft = os.path.join(folder, f".{os.path.basename(target)}.{os.getpid()}.new")
+    draft = os.path.join(folder, os.fsdecode(own_part()))
     try:
         shutil.copy2(source, draft)
         os.replace(draft, target)
@@ -195,6 +225,7 @@ class Written:
         self._noted: set[tuple[str, str]] = set()
         self._note = -1
         self._claimed: dict[str, tuple[str, str]] = {}
+        self._drafts: list[str] = []
 
     def claim(self, workdir: str, owner: str, cache: str) -> tuple[str, str]:
         """The name of the folder that a pool or run works in: the project's, or its own while another one uses that.
@@ -216,6 +247,7 @@ class Written:
                 fcntl.flock(guard, fcntl.LOCK_EX)
                 if os.path.isdir(os.path.join(folder, own)) or _is_used(origin, owner, cache):
                     name = own
+                    self._drafts.append(_draft(os.path.join(folder, own)))
                 self._hold(name, owner)
                 self._hold(origin)  # gc leaves it while it is copied
         self._claimed[workdir] = (name, origin)
@@ -231,7 +263,9 @@ class Written:
             os.write(self._note, f"{name}\t{owner}\n".encode())
 
     def close(self) -> None:
-        """Nothing works in the folders anymore."""
+        """Nothing works in the folders anymore. Removes copies whose processes were killed while they made them."""
+        for draft in self._drafts:
+            _discard(draft)
         if self._note >= 0:
             os.close(self._note)
             self._note = -1

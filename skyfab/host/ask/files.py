@@ -52,13 +52,13 @@ def serve(request: str, *arguments: Any) -> Payload:
     return Payload(json.dumps({"value": found}).encode(), data)
 
 
-def _receive(to: bytes, name: bytes, is_file: bool, keep_newer: bool) -> tuple[Target, tuple[str, str, int]]:
-    """The target of an upload: its path, the name of a file in it, and how many bytes are free.
+def _receive(to: bytes, what: Entry, keep_newer: bool) -> tuple[Target, tuple[str, str, int]]:
+    """The target of an upload of a file or folder: its path, the name of a file in it, and how many bytes are free.
 
     `to` is the thing itself, or with a slash at its end the folder that it goes into. A file goes into a folder that is
     there.
     """
-    to = os.path.expanduser(to)
+    to, name, is_file = os.path.expanduser(to), what.path, what.kind == FILE
     into = to.endswith(b"/") or (is_file and os.path.isdir(to))
     if is_file:
         folder, name = (to, name) if into else (os.path.dirname(to), os.path.basename(to))
@@ -66,7 +66,7 @@ def _receive(to: bytes, name: bytes, is_file: bool, keep_newer: bool) -> tuple[T
         folder = os.path.join(to, name) if into else to
     if is_file and not is_inner(name):
         raise FileNotFoundError(2, "not the name of a file", to)
-    target = Target(os.path.abspath(folder or b"."), keep_newer=keep_newer)
+    target = Target(os.path.abspath(folder or b"."), top=None if is_file else what, keep_newer=keep_newer)
     return target, (os.fsdecode(target.path), text(name), target.room)
 
 

@@ -21,6 +21,8 @@ from skyfab.device.stream import DeviceStream
 from skyfab.device.stream import streams as streams
 from skyfab.errors import ProtocolError
 from skyfab.host.device import wire
+from skyfab.host.device.memory import DTYPE_NUMBERS as DTYPE_NUMBERS
+from skyfab.host.device.memory import DTYPES
 
 TYPE: Final = "sky"
 """The name of the device type in torch."""
@@ -35,8 +37,6 @@ _LARGE: Final = 1 << 24
 """How many addresses a layout takes at once, unless its tensors are larger than `_LARGE`."""
 _DLPACK_DEVICE: Final = 12
 """DLPack's number for the device type that torch maps to PrivateUse1."""
-DTYPE_NUMBERS: Final = {getattr(torch, name): number for number, name in enumerate(wire.DTYPES)}
-DTYPES: Final = tuple(DTYPE_NUMBERS)
 _SCALARS: Final = {dtype: ((wire.SCALAR_TENSOR, dtype), number) for dtype, number in DTYPE_NUMBERS.items()}
 
 

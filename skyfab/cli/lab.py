@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 import os
-import shutil
 import sys
-import threading
-from typing import Annotated, Final
+from typing import Annotated
 
 from skyfab._util.hints import HINTS
-from skyfab._util.sizes import readable
 from skyfab.cli import report
 from skyfab.cli.command import Json, Option, command
-
-_PATIENCE: Final = 5.0
-"""Seconds between lines that say why it takes long."""
 
 
 @command
@@ -55,26 +49,9 @@ def lab_down() -> None:
 
         skyfab lab.down
     """
-    from skyfab.lab.persistent import find
+    from skyfab import lab
 
-    lab = find()
-    if lab is None:
-        print("no lab was up", file=sys.stderr)
-        return
-    beside, ended = lab.folder.parent, threading.Event()
-    free = shutil.disk_usage(beside).free
-
-    def tell() -> None:
-        while not ended.wait(_PATIENCE):
-            freed = max(0, shutil.disk_usage(beside).free - free)
-            print(f"removing the hosts and their files: {readable(freed)} so far", file=sys.stderr)
-
-    threading.Thread(target=tell, daemon=True).start()
-    try:
-        lab.stop()
-    finally:
-        ended.set()
-    print("the lab is down", file=sys.stderr)
+    print("the lab is down" if lab.down() else "no lab was up", file=sys.stderr)
 
 
 @command

@@ -76,32 +76,29 @@ class Batch:
 
     def explain(self) -> DeviceError:
         """The error that the host reports."""
-        try:
-            return self._explained()
-        except Exception as error:  # the host may send anything
-            what = f"an operation failed; the host sent an invalid reason: {type(error).__name__}: {error}"
-            return DeviceError(what[:200], host=self._stream.link.name)
-
-    def _explained(self) -> DeviceError:
         found, host = self.document["error"], self._stream.link.name
         if not isinstance(found, dict):
             return DeviceError("an operation failed; the host sent no reason", host=host)
         if type(found.get("channel")) is int:
             self._stream.broken.add(found["channel"])
         line = describe(self.entries[self.failed_at][1]) if self.failed_at < len(self.entries) else None
-        op = str(found.get("op", "")).removeprefix("aten::")
-        inputs = found.get("inputs")
-        shapes = ", ".join(map(str, inputs)) if isinstance(inputs, list) else ""
-        text = f"{found.get('kind', 'error')}: {found.get('text', '')}"
-        if "memory" in text and isinstance(found.get("free"), int) and isinstance(found.get("total"), int):
-            text += f" ({found['free'] / 2**30:.1f} GiB free of {found['total'] / 2**30:.1f})"
-        called = f"{op or 'an operation'}({shapes})" + (f" at {line}" if line else "")
-        own = (
-            "the device has the project as it was when compute.device(…) opened it: for a module of your own that was "
-            "imported later, close the pool and open it again; for a package: Image(pip=[…])"
-        )
-        hint = own if found.get("kind") == "ModuleNotFoundError" else None
-        return DeviceError.of(str(found.get("kind")), f"{called} failed: {text}", host=host, hint=hint)
+        try:
+            op = str(found.get("op", "")).removeprefix("aten::")
+            inputs = found.get("inputs")
+            shapes = ", ".join(map(str, inputs)) if isinstance(inputs, list) else ""
+            text = f"{found.get('kind', 'error')}: {found.get('text', '')}"
+            if "memory" in text and isinstance(found.get("free"), int) and isinstance(found.get("total"), int):
+                text += f" ({found['free'] / 2**30:.1f} GiB free of {found['total'] / 2**30:.1f})"
+            called = f"{op or 'an operation'}({shapes})" + (f" at {line}" if line else "")
+            own = (
+                "the device has the project as it was when compute.device(…) opened it: for a module of your own that "
+                "was imported later, close the pool and open it again; for a package: Image(pip=[…])"
+            )
+            hint = own if found.get("kind") == "ModuleNotFoundError" else None
+            return DeviceError.of(str(found.get("kind")), f"{called} failed: {text}", host=host, hint=hint)
+        except Exception as error:  # the host may send anything
+            what = f"an operation failed; the host sent an invalid reason: {type(error).__name__}: {error}"
+            return DeviceError(what[:200], host=host)
 
     def is_wanted(self) -> bool:
         return True

@@ -140,7 +140,7 @@ def _pinned(original: Any) -> Any:
 
 def _synchronize(device: Any = None, /) -> None:
     """``torch.accelerator.synchronize``."""
-    torch_sky.synchronize(torch_sky.current_device() if device is None else device)
+    torch_sky.synchronize(torch_sky.device_index(device))
 
 
 class _Stats(OrderedDict[str, int]):
@@ -153,9 +153,7 @@ class _Stats(OrderedDict[str, int]):
 
 
 def _memory(device: Any) -> dict[str, int]:
-    found = torch_sky.current_device() if device is None else device
-    index = found if isinstance(found, int) else torch.device(found).index
-    return tensors.streams[index or 0].memory()
+    return tensors.streams[torch_sky.device_index(device)].memory()
 
 
 def _memory_stats(device_index: Any = None, /) -> _Stats:

@@ -21,6 +21,8 @@ from skyfab.device.stream import DeviceStream
 from skyfab.device.stream import streams as streams
 from skyfab.errors import ProtocolError
 from skyfab.host.device import wire
+from skyfab.host.device.memory import DTYPE_NUMBERS as DTYPE_NUMBERS
+from skyfab.host.device.memory import DTYPES
 
 TYPE: Final = "sky"
 """The name of the device type in torch."""
@@ -35,8 +37,6 @@ _LARGE: Final = 1 << 24
 """How many addresses a layout takes at once, unless its tensors are larger than `_LARGE`."""
 _DLPACK_DEVICE: Final = 12
 """DLPack's number for the device type that torch maps to PrivateUse1."""
-DTYPE_NUMBERS: Final = {getattr(torch, name): number for number, name in enumerate(wire.DTYPES)}
-DTYPES: Final = tuple(DTYPE_NUMBERS)
 _SCALARS: Final = {dtype: ((wire.SCALAR_TENSOR, dtype), number) for dtype, number in DTYPE_NUMBERS.items()}
 
 
@@ -73,19 +73,8 @@ _lock = threading.Lock()
 _next_address = _FIRST_ADDRESS
 
 
-_Slot = tuple[Any, ctypes.c_uint64, ctypes.c_uint64]
-"""A capsule with a DLPack structure; the capsule's name, and the address in the structure. PyTorch reads a capsule
-once, and renames it: with its name set again it can be read again."""
-
-
-def _find_name() -> int:
-    """Where a capsule has the address of its name. Writing it takes a fifth of the time of PyCapsule_SetName."""
-    capsule = _capsule(_NAME, _NAME + 1, None)
-    words = (ctypes.c_uint64 * (type(capsule).__basicsize__ // 8)).from_address(id(capsule))
-    return 8 * list(words).index(_NAME + 1)
-
-
-_NAME_AT: Final = _find_name()
+_Slot = tuple[int, ctypes.c_uint64]
+"""The address of a DLPack structure, and the word in it that has the tensor's address."""
 
 
 class Layout:
@@ -118,10 +107,9 @@ class Layout:
             slot = self._slots.pop()
         except IndexError:
             slot = self._new_slot()
-        capsule, name, data = slot
-        name.value = _NAME
+        struct, data = slot
         data.value = address
-        tensor = _from_dlpack(capsule)
+        tensor = _from_dlpack(_capsule(struct, _NAME, None))
         self._slots.append(slot)
         storage = RemoteStorage(tensor.untyped_storage(), self._dead)
         storage.address = address
@@ -150,9 +138,7 @@ class Layout:
         struct.shape, struct.strides = map(ctypes.addressof, self._keep[:2])
         self._keep.append(struct)
         address = ctypes.addressof(struct)
-        capsule = _capsule(address, _NAME, None)
-        name = ctypes.c_uint64.from_address(id(capsule) + _NAME_AT)
-        return capsule, name, ctypes.c_uint64.from_address(address)
+        return address, ctypes.c_uint64.from_address(address)
 
 
 _layouts: Final[dict[tuple[Any, ...], Layout]] = {}

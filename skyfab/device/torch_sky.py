@@ -30,7 +30,7 @@ class device:
     """``with torch.sky.device(1)``: the device that is meant where none is named."""
 
     def __init__(self, device: Any) -> None:
-        self._index = _index(device)
+        self._index = device_index(device)
 
     def __enter__(self) -> None:
         self._before, _current.index = _current.index, self._index
@@ -77,11 +77,14 @@ def _open_streams(device: Any = None) -> Sequence[DeviceStream]:
     """The devices that can be used; all, or one."""
     if device is None:
         return open_streams()
-    stream = tensors.streams[_index(device)]
+    stream = tensors.streams[device_index(device)]
     return [] if stream.is_lost else [stream]
 
 
-def _index(device: Any) -> int:
+def device_index(device: Any) -> int:
+    """The index of a device, which may be given; that of the current device for None."""
+    if device is None:
+        return _current.index
     return device if isinstance(device, int) else torch.device(device).index or 0
 
 
@@ -97,13 +100,13 @@ manual_seed: Final = manual_seed_all
 
 
 def get_rng_state(device: Any = None) -> torch.Tensor:
-    for stream in _open_streams(_current.index if device is None else device):
+    for stream in _open_streams(device_index(device)):
         return random_state(stream, 0)
     return torch.empty(0, dtype=torch.uint8, device="cpu")  # PyTorch saves and restores those of closed devices too
 
 
 def set_rng_state(state: torch.Tensor, device: Any = None) -> None:
-    for stream in _open_streams(_current.index if device is None else device):
+    for stream in _open_streams(device_index(device)):
         set_random_state(stream, 0, state)
 
 

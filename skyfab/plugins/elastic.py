@@ -12,8 +12,6 @@ import os
 import pickle
 import shutil
 import sys
-import threading
-import time
 import traceback
 from contextlib import ExitStack
 from datetime import timedelta
@@ -56,8 +54,7 @@ def run_elastic_agent(
     os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"  # SIGTERM terminates this process and its ranks
     shutil.rmtree(_folder(), ignore_errors=True)  # failures of earlier calls
     store = open_store(info)
-    peers = _Peers(info)
-    rendezvous = _rendezvous(elastic, store, info, peers)
+    rendezvous = _rendezvous(elastic, store, info)
     spec = WorkerSpec(
         role="skyfab",
         local_world_size=info.local_world_size,
@@ -74,14 +71,13 @@ def run_elastic_agent(
         ended = LocalElasticAgent(spec, logs, exit_barrier_timeout=EXIT_TIMEOUT).run()
     finally:
         rendezvous.shutdown()
-        peers.close()
         del store  # the head's is the server for the others: keep it until here
     if ended.is_failed():
         raise _failure(ended.failures)
     return [(rank, codec.loads(*pickle.loads(value))) for rank, value in sorted(ended.return_values.items())]
 
 
-def _rendezvous(elastic: Elastic, store: Any, info: InstanceInfo, peers: _Peers) -> Any:
+def _rendezvous(elastic: Elastic, store: Any, info: InstanceInfo) -> Any:
     from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 
@@ -90,6 +86,10 @@ def _rendezvous(elastic: Elastic, store: Any, info: InstanceInfo, peers: _Peers)
 
         attempt = info.attempt
         reason = ""
+        size = 0
+        """How many hosts take part in the attempt."""
+        fewer: Any = None
+        """The last state that torch has read, if hosts are missing in it."""
 
         def next_rendezvous(self) -> Any:
             if self.reason:
@@ -97,13 +97,20 @@ def _rendezvous(elastic: Elastic, store: Any, info: InstanceInfo, peers: _Peers)
             self.reason = "a rank on this host failed"
             os.environ["SKYFAB_ATTEMPT"] = str(self.attempt)
             self.attempt += 1
-            return super().next_rendezvous()
+            found = super().next_rendezvous()
+            self.size, self.fewer = found.world_size, None
+            return found
 
         def num_nodes_waiting(self) -> int:
-            if waiting := super().num_nodes_waiting():
+            waiting = super().num_nodes_waiting()  # also removes hosts without heartbeats from the state
+            state, before = self._state_holder.state, self.fewer
+            missing = 0 if state.closed else self.size - len(state.participants)
+            self.fewer = state if missing else None
+            if waiting:
                 self.reason = "another host joins, or restarts its ranks"
-            elif waiting := peers.fallen_silent():
-                self.reason = f"{waiting} of {len(info.peers)} hosts sent no heartbeat for {SILENCE} s"
+            elif missing and before and before is not state:  # a host that restarts its ranks is missing in one state
+                self.reason = f"{missing} of {self.size} hosts sent no heartbeat for {SILENCE} s"
+                waiting = missing
             return int(waiting)
 
     return Rendezvous.from_backend(
@@ -152,54 +159,6 @@ class _Signed:
         if not hmac.compare_digest(signature, self._sign(state)):
             raise RendezvousStateError("a process that does not belong to this gang wrote to its rendezvous")
         return state
-
-
-class _Peers:
-    """Heartbeats between the workers that run elastic agents, through the store.
-
-    A disconnected host closes no TCP connection: without heartbeats, the ranks on other hosts would wait for it.
-    """
-
-    def __init__(self, info: InstanceInfo) -> None:
-        from torch.distributed import TCPStore
-
-        self._rank = info.rank
-        self._others = {rank: (b"", time.monotonic()) for rank in range(len(info.peers)) if rank != info.rank}
-        self._silent = 0
-        self._over = threading.Event()
-        self._store = TCPStore(info.head_addr, info.head_port, is_master=False, timeout=timedelta(seconds=SILENCE))
-        threading.Thread(target=self._run, daemon=True).start()
-
-    def fallen_silent(self) -> int:
-        """The number of hosts that were lost since the last call."""
-        silent, self._silent = self._silent, 0
-        return silent
-
-    def close(self) -> None:
-        self._over.set()
-
-    def _run(self) -> None:
-        beat = 0
-        try:
-            while not self._over.wait(1.0):
-                beat += 1
-                self._store.set(f"skyfab/beat/{self._rank}", str(beat))
-                self._listen()
-            self._store.set(f"skyfab/beat/{self._rank}", "done")
-        except Exception:
-            pass  # the head is lost: torch notices that itself, when it uses the store
-
-    def _listen(self) -> None:
-        for rank, (before, since) in list(self._others.items()):
-            key = f"skyfab/beat/{rank}"
-            word = self._store.get(key) if self._store.check([key]) else b""
-            if word != before:
-                self._others[rank] = (word, time.monotonic())
-            elif word == b"done":
-                del self._others[rank]
-            elif word and time.monotonic() - since > SILENCE:
-                del self._others[rank]
-                self._silent += 1
 
 
 # ---- in the ranks

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.image import Image
@@ -20,9 +20,6 @@ from skyfab.ui.events import Notice
 
 if TYPE_CHECKING:
     import torch
-
-POOLS: Final[list[Compute]] = []
-"""Those of attached devices: they stay open until the program ends."""
 
 
 def attach_device(
@@ -71,6 +68,5 @@ def attach_device(
         except BaseException:
             pool.close()
             raise
-        POOLS.append(pool)
-        atexit.register(pool.close)
+        atexit.register(pool.close)  # it stays open until then
     return stream.torch_device, keeping.kept(stream)

@@ -10,10 +10,8 @@ import signal
 import stat
 import subprocess
 import sys
-import time
 from importlib.util import find_spec
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from stage.index import Index
@@ -24,7 +22,6 @@ from skyfab.calls.call import as_function
 from skyfab.calls.image import Image, PipIndex
 from skyfab.cli import prepare, report
 from skyfab.cli.image_options import ImageOptions
-from skyfab.cli.lab import lab_down
 from skyfab.cli.parser import CommandParser
 from skyfab.cli.tasks import COMMANDS
 from skyfab.env.lock import Lock
@@ -624,18 +621,6 @@ def test_trust_says_what_it_cannot_do(skyfab: Skyfab, lab: Lab, tmp_path: Path) 
     (tmp_path / "inventory.toml").write_text(text)
     code, _, err = skyfab("trust", "--hosts=node1,node2", f"--known-hosts={tmp_path / 'known'}", "--yes")
     assert code == 3 and "ssh -J gate.example" in err and "the inventory already has a host_key" in err
-
-
-def test_lab_down_says_how_far_it_is(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    stand_in = SimpleNamespace(folder=tmp_path / "lab", stop=lambda: time.sleep(0.5))
-    monkeypatch.setattr("skyfab.lab.persistent.find", lambda: stand_in)
-    monkeypatch.setattr("skyfab.cli.lab._PATIENCE", 0.1)
-    lab_down.function()
-    *lines, last = capsys.readouterr().err.splitlines()
-    assert len(lines) > 1 and last == "the lab is down"
-    assert all(re.fullmatch(r"removing the hosts and their files: [\d.]+ \w+ so far", line) for line in lines)
 
 
 @pytest.mark.lab

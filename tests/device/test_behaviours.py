@@ -343,6 +343,8 @@ def test_printing(device: Any) -> None:
     assert str(parameter) == f"Parameter containing:\ntensor([0.], device='{device}', requires_grad=True)"
     assert "grad_fn=<MulBackward0>" in str(parameter * 2)
     assert "dtype=torch.float64" in str(torch.ones(2, device=device, dtype=torch.float64))
+    assert str(torch.arange(2000.0, device=device)).startswith("tensor([0.0000e+00, 1.0000e+00")
+    assert str(torch.ones(2)) == "tensor([1., 1.])"
 
 
 def test_out_arguments(device: Any) -> None:

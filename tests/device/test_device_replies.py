@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from stage.device_node import Node
 
 import skyfab as sky
 from skyfab.device.batches import Batch
@@ -40,37 +40,9 @@ DOCUMENTS = st.recursive(
 often = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
-class Silent:
-    """A host that is sent batches and replies when a test says so."""
-
-    name = "silent"
-    guard = contextlib.nullcontext()
-
-    def __init__(self) -> None:
-        self.batches: list[Batch] = []
-
-    def send(self, payload: codec.Payload, batch: Batch) -> None:
-        self.batches.append(batch)
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        assert done(), "it would wait for ever"
-
-    def addresses_for(self, other: object) -> list[str]:
-        return []
-
-    def notice(self, text: str) -> None:
-        pass
-
-    def may_wait(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.fixture
 def stream() -> Iterator[DeviceStream]:
-    made = DeviceStream(99, "cpu", Silent())
+    made = DeviceStream(99, "cpu", Node())
     yield made
     made.close()
 
@@ -112,7 +84,7 @@ def test_a_view_that_is_not_in_its_base(device: Any, view: list[Any]) -> None:
 @often
 @given(st.one_of(DOCUMENTS.map(lambda document: json.dumps(document).encode()), st.binary(max_size=50)))
 def test_any_reply(stream: DeviceStream, data: bytes) -> None:
-    fresh = DeviceStream(99, "cpu", Silent())
+    fresh = DeviceStream(99, "cpu", Node())
     fresh.emit([-9])
     fresh.flush()
     (batch,) = fresh.link.batches  # type: ignore[attr-defined]

@@ -2,58 +2,29 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from stage.device_node import Node
 
 import skyfab as sky
 from skyfab.device import stream as streams
-from skyfab.device.batches import Batch
 from skyfab.device.devices import _refusal, open_device
 from skyfab.device.stream import DeviceStream
-from skyfab.protocol import codec, messages
 
 torch = pytest.importorskip("torch")
 
 pytestmark = pytest.mark.lab
 
 
-class Host:
-    """A host that replies to everything with a version of torch."""
-
-    name = "node1"
-
-    def __init__(self, version: Any = torch.__version__) -> None:
-        self.value = {"torch": version} if version is not None else "nonsense"
-        self.is_closed = False
-
-    def send(self, payload: codec.Payload, batch: Batch) -> None:
-        part = memoryview(json.dumps({"value": self.value}).encode())
-        batch.answered(messages.Result(parts=[len(part)]), [part])
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        assert done()
-
-    def addresses_for(self, other: object) -> Sequence[str]:
-        return []
-
-    def notice(self, text: str) -> None:
-        pass
-
-    def may_wait(self) -> bool:
-        return True
-
-    def is_alive(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        self.is_closed = True
+def node_of(version: Any = torch.__version__) -> Node:
+    """A host that replies to everything with a version of torch, or with nonsense."""
+    return Node({"torch": version} if version is not None else "nonsense")
 
 
 @pytest.fixture
@@ -62,7 +33,7 @@ def opened() -> Iterator[Callable[..., DeviceStream]]:
     made: list[DeviceStream] = []
 
     def open_one(version: Any = torch.__version__) -> DeviceStream:
-        made.append(open_device("cpu", Host(version)))
+        made.append(open_device("cpu", node_of(version)))
         return made[-1]
 
     yield open_one
@@ -88,7 +59,7 @@ def test_a_number_is_used_again_when_nothing_is_left_of_its_device(opened: Calla
 
 def test_a_process_has_128_devices(opened: Callable[..., DeviceStream]) -> None:
     before = streams.streams[:]
-    streams.streams[:] = [DeviceStream(index, "cpu", Host()) for index in range(127)]
+    streams.streams[:] = [DeviceStream(index, "cpu", node_of()) for index in range(127)]
     try:
         assert opened().index == 127
         with pytest.raises(sky.UsageError, match="a process can have 128"):
@@ -99,10 +70,10 @@ def test_a_process_has_128_devices(opened: Callable[..., DeviceStream]) -> None:
 
 @pytest.mark.parametrize("version", ["1.9.0", None, "", 5])
 def test_a_host_with_another_torch_or_none_is_refused(version: Any) -> None:
-    host = Host(version)
+    node = node_of(version)
     with pytest.raises(sky.HostUnfit, match="no torch" if not version else "major and minor version") as caught:
-        open_device("cpu", host)
-    assert host.is_closed
+        open_device("cpu", node)
+    assert node.is_closed
     assert caught.value.host == "node1"
     assert "torch" in str(caught.value.hint)
 

@@ -95,13 +95,6 @@ def test_values_of_conjugated_and_negated_views(device: Any) -> None:
     assert copied.tolist() == a.T.conj().tolist()
 
 
-def test_values_are_printed_with_one_wait(device: Any, syncs: Callable[[], int]) -> None:
-    there, before = torch.arange(2000.0, device=device), syncs()
-    assert str(there).startswith("tensor([0.0000e+00, 1.0000e+00")
-    assert syncs() == before + 1
-    assert str(torch.ones(2)) == "tensor([1., 1.])"
-
-
 def test_a_result_that_only_cpus_keep(device: Any) -> None:
     x = torch.linspace(-2, 2, 5)
     mine, theirs = x.clone().requires_grad_(), x.to(device).requires_grad_()

@@ -9,7 +9,9 @@ import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from stage.spot import until
 
 import skyfab as sky
 from skyfab.lab import Lab
-from skyfab.pool.attach_device import POOLS
+from skyfab.pool import attach_device
 
 torch = pytest.importorskip("torch")
 
@@ -55,11 +57,11 @@ def inventory(lent_lab: Lab) -> sky.Inventory:
 
 
 @pytest.fixture
-def attach(inventory: sky.Inventory) -> Iterator[Attach]:
+def attach(inventory: sky.Inventory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Attach]:
     """``attach("lab")``: this program attaches to a device, until the end of the test."""
-    yield lambda name: sky.attach_device(name, "all", inventory=inventory, ui="none")
-    while POOLS:
-        POOLS.pop().close()
+    with ExitStack() as at_end:
+        monkeypatch.setattr(attach_device, "atexit", SimpleNamespace(register=at_end.callback))
+        yield lambda name: sky.attach_device(name, "all", inventory=inventory, ui="none")
 
 
 @pytest.fixture

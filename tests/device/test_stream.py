@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import mmap
 import os
-import pickle
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+from stage.device_node import Node
 from stage.spot import until
 
 import skyfab as sky
@@ -21,65 +20,11 @@ from skyfab.device.storages import RemoteStorage, by_address
 from skyfab.device.stream import BATCH, FEW, DeviceFuture, DeviceStream
 from skyfab.errors import HostLost
 from skyfab.host.device import wire
-from skyfab.protocol import codec, messages
+from skyfab.protocol import messages
 
 OPERATION = 7
 """The number of a plan: an operator that is executed, or skipped after an error."""
 FAILURE = {"error": {"op": "aten::add", "kind": "IndexError", "text": "too large", "inputs": ["float32[3]"], "at": 0}}
-
-
-class Node:
-    """A host that keeps what it is sent, and replies to the oldest batch when a test says so, or the program waits."""
-
-    name = "node1"
-
-    def __init__(self) -> None:
-        self.sent: list[list[Any]] = []
-        """The instructions of each batch."""
-        self.buffers: list[list[bytes]] = []
-        self.devices: list[str] = []
-        self.batches: list[Batch] = []
-        self.open: list[Batch] = []
-        self.waits = 0
-        self.is_gone = False
-        self.is_reading = False
-        """A callback is running."""
-
-    def send(self, payload: codec.Payload, batch: Batch) -> None:
-        if self.is_gone:
-            raise HostLost("no route", host=self.name)
-        device, instructions, *carried, last = pickle.loads(payload.data, buffers=payload.buffers)
-        assert last is None
-        self.devices.append(device)
-        self.sent.append([list(one) for one in instructions])
-        self.buffers.append([bytes(part[:8]) for part in carried])
-        self.batches.append(batch)
-        self.open.append(batch)
-
-    def reply(self, document: Any = None, *buffers: bytes) -> None:
-        data = b"" if document is None else json.dumps(document).encode()
-        parts = [memoryview(part) for part in (data, *buffers)]
-        self.open.pop(0).answered(messages.Result(parts=[len(part) for part in parts]), parts)
-
-    def wait(self, done: Callable[[], bool]) -> None:
-        self.waits += 1
-        while not done() and self.open:
-            self.reply()
-
-    def addresses_for(self, other: object) -> Sequence[str]:
-        return []
-
-    def notice(self, text: str) -> None:
-        pass
-
-    def may_wait(self) -> bool:
-        return not self.is_reading
-
-    def is_alive(self) -> bool:
-        return True
-
-    def close(self) -> None:
-        pass
 
 
 @pytest.fixture

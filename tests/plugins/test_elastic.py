@@ -90,29 +90,48 @@ def test_ranks_that_fail_are_started_again_and_what_fails_too_often_is_raised_as
             array += 1
 
 
+JOINS = "another host joins, or restarts its ranks"
+SILENT = "2 of 3 hosts sent no heartbeat for 10 s"
+FAILED = "a rank on this host failed"
+
+
 @pytest.mark.parametrize(
-    ("waiting", "silent", "reason"),
+    ("states", "found", "reason"),
     [
-        (1, 0, "another host joins, or restarts its ranks"),
-        (0, 2, "2 of 3 hosts sent no heartbeat for 10 s"),
-        (0, 0, "a rank on this host failed"),
+        (["abc", "abc"], [0, 0], FAILED),
+        (["a", "same", "a"], [0, 0, 2], SILENT),
+        (["ab", "same", "ab+c"], [0, 0, 1], JOINS),
+        (["ab", "abc", "ab"], [0, 0, 0], FAILED),
+        (["a.", "a."], [0, 0], FAILED),
     ],
+    ids=["all take part", "two are silent", "one restarts its ranks", "one was missing for a moment", "all is done"],
 )
 def test_an_attempt_that_ended_says_why(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], waiting: int, silent: int, reason: str
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    states: list[str],
+    found: list[int],
+    reason: str,
 ) -> None:
+    """Each state is written as the hosts that take part, those that wait after a plus, and a period if it is closed.
+
+    Torch reads it once a second, and has the same one meanwhile.
+    """
     from torch.distributed import HashStore
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 
     monkeypatch.setenv("SKYFAB_ATTEMPT", "")
-    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda self: None)
-    monkeypatch.setattr(DynamicRendezvousHandler, "num_nodes_waiting", lambda self: waiting)
-    peers: Any = SimpleNamespace(fallen_silent=lambda: silent)
+    monkeypatch.setattr(DynamicRendezvousHandler, "next_rendezvous", lambda self: SimpleNamespace(world_size=3))
     info = InstanceInfo(peers=("a", "b", "c"), total_nodes=3, job_id="job")
-    rendezvous = elastic._rendezvous(Elastic(2, 3, 1), HashStore(), info, peers)
+    rendezvous = elastic._rendezvous(Elastic(2, 3, 1), HashStore(), info)
     rendezvous.next_rendezvous()
     assert capsys.readouterr().err == ""
-    assert rendezvous.num_nodes_waiting() == waiting + silent, "torch then starts the ranks again"
+    holder = rendezvous._state_holder = SimpleNamespace(sync=lambda: None)
+    for written, waiting in zip(states, found, strict=True):
+        hosts, _, waits = written.rstrip(".").partition("+")
+        if written != "same":
+            holder.state = SimpleNamespace(participants=hosts, wait_list=waits, closed=written.endswith("."))
+        assert rendezvous.num_nodes_waiting() == waiting, "torch starts the ranks again if there are some"
     rendezvous.next_rendezvous()
     assert capsys.readouterr().err == f"attempt 0 ended: {reason}\n"
 

@@ -7,13 +7,12 @@ for the program too.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from skyfab.host.device.memory import DTYPES
+from skyfab.host.device.memory import DTYPE_NUMBERS, memory_of
 
-NUMBERS: Final = {dtype: number for number, dtype in enumerate(DTYPES)}
 View = tuple[tuple[int, ...], tuple[int, ...], int, int]
 """Shape, strides, offset and number of the dtype: a view of a base. The offset is in elements of the view."""
 
@@ -43,7 +42,7 @@ def describe_result(value: Any, device: torch.device) -> tuple[list[torch.Tensor
     bases, locations = share(found, device)
     for about, (number, view) in zip(layouts, locations, strict=True):
         base = bases[number]
-        about += [number, [*base.shape], [*base.stride()], NUMBERS[base.dtype], view]
+        about += [number, [*base.shape], [*base.stride()], DTYPE_NUMBERS[base.dtype], view]
     return bases, made
 
 
@@ -56,26 +55,21 @@ def share(
     device are moved.
     """
     groups: dict[int, list[torch.Tensor]] = {}
-    for at, tensor in enumerate(tensors):
-        groups.setdefault(_memory(tensor, at), []).append(tensor)
+    memories = [memory_of(tensor) if tensor.numel() else -1 - at for at, tensor in enumerate(tensors)]
+    for memory, tensor in zip(memories, tensors, strict=True):
+        groups.setdefault(memory, []).append(tensor)
     bases = {memory: _base(members, device) for memory, members in groups.items()}
     numbers = {memory: number for number, memory in enumerate(groups)}
     locations: list[tuple[int, View | None]] = []
     used: set[int] = set()
-    for at, tensor in enumerate(tensors):
-        memory = _memory(tensor, at)
+    for memory, tensor in zip(memories, tensors, strict=True):
         if tensor is bases[memory] and memory not in used:
             used.add(memory)
             locations.append((numbers[memory], None))
         else:
-            view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), NUMBERS[tensor.dtype])
+            view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), DTYPE_NUMBERS[tensor.dtype])
             locations.append((numbers[memory], view))
     return [base if hasattr(base, "graph") else base.to(device) for base in bases.values()], locations
-
-
-def _memory(tensor: torch.Tensor, at: int) -> int:
-    """A number for the memory that a tensor is in; one of its own if it has no elements."""
-    return int(tensor.untyped_storage()._cdata) if tensor.numel() else -1 - at
 
 
 def _base(members: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -108,7 +102,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
     if hasattr(tensor, "graph"):
         return tensor
     layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-    if layout != "strided" or tensor.dtype not in NUMBERS:
+    if layout != "strided" or tensor.dtype not in DTYPE_NUMBERS:
         kind = f"{layout} tensor" if layout != "strided" else f"tensor of {tensor.dtype}"
         raise TypeError(f"a result on a device cannot contain a {kind}: return a dense one: .to_dense()")
     tensor = tensor.detach()

@@ -13,6 +13,7 @@ from skyfab.host.device import wire
 
 DTYPES: Final = tuple(getattr(torch, name, None) for name in wire.DTYPES)
 """By their number; None where this torch does not have it."""
+DTYPE_NUMBERS: Final = {dtype: number for number, dtype in enumerate(DTYPES)}
 
 
 class Lost(DeviceError):
@@ -46,8 +47,8 @@ class Tensors(dict[int, torch.Tensor]):
 
     def lose_memory(self, idents: Iterable[int], failure: Failure) -> None:
         """Drops these tensors, and all others that share memory with them."""
-        memories = {_memory(self[ident]) for ident in idents if ident in self}
-        shared = [ident for ident, tensor in self.items() if tensor.numel() and _memory(tensor) in memories]
+        memories = {memory_of(self[ident]) for ident in idents if ident in self}
+        shared = [ident for ident, tensor in self.items() if tensor.numel() and memory_of(tensor) in memories]
         for ident in shared:
             del self[ident]
         self.lose(shared, failure)
@@ -70,13 +71,18 @@ class Tensors(dict[int, torch.Tensor]):
         if device.type == "cuda":
             free, total = torch.cuda.mem_get_info(device)
             return {**found, "allocated": torch.cuda.memory_allocated(device), "free": free, "total": total}
-        storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.values()}
-        system = survey.memory()
-        return {**found, "allocated": sum(storages.values()), "free": system["memory_free"], "total": system["memory"]}
+        allocated, system = sum(storage.nbytes() for storage in storages_of(self.values())), survey.memory()
+        return {**found, "allocated": allocated, "free": system["memory_free"], "total": system["memory"]}
 
 
-def _memory(tensor: torch.Tensor) -> int:
+def memory_of(tensor: torch.Tensor) -> int:
+    """A number for the memory that a tensor is in."""
     return int(tensor.untyped_storage()._cdata)
+
+
+def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The storages of tensors, each once."""
+    return list({memory_of(tensor): tensor.untyped_storage() for tensor in tensors}.values())
 
 
 def _view(tensor: torch.Tensor, shape: Iterable[int], strides: Iterable[int], offset: int, dtype: int) -> torch.Tensor:

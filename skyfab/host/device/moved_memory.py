@@ -9,6 +9,8 @@ from collections.abc import Iterable
 
 import torch
 
+from skyfab.host.device.memory import storages_of
+
 
 class MovedMemory:
     """Storages whose bytes are in the host's memory."""
@@ -39,9 +41,3 @@ class MovedMemory:
             storage.resize_(copy.nbytes())
             storage.copy_(copy, non_blocking=False)
             self._moved.pop()
-
-
-def storages_of(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The storages of tensors, each once."""
-    found = {tensor.untyped_storage()._cdata: tensor.untyped_storage() for tensor in tensors}
-    return list(found.values())

@@ -151,7 +151,7 @@ class Stay:
         """The names that are kept, and the memory of all tensors."""
         if not self.kept:
             return "no tensors"
-        from skyfab.host.device.moved_memory import storages_of
+        from skyfab.host.device.memory import storages_of
 
         size = sum(storage.nbytes() for storage in storages_of(self._tensors())) + self._moved.size()
         amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

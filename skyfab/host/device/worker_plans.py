@@ -9,8 +9,8 @@ from typing import Any, Final, NamedTuple
 import torch
 
 from skyfab.host.device import composite_host, wire
-from skyfab.host.device.host_results import NUMBERS, is_lazy
-from skyfab.host.device.memory import DTYPES, Tensors
+from skyfab.host.device.host_results import is_lazy
+from skyfab.host.device.memory import DTYPE_NUMBERS, DTYPES, Tensors
 
 _MODULES: Final = ("sky::module", "sky::module_first")
 
@@ -84,7 +84,7 @@ class WorkerPlan:
             shape, strides, dtype = layout
             if tensor.layout is not torch.strided:
                 raise NotImplementedError(f"the result is not dense: {tensor.layout}")
-            if tuple(tensor.shape) != tuple(shape) or NUMBERS[tensor.dtype] != dtype:
+            if tuple(tensor.shape) != tuple(shape) or DTYPE_NUMBERS[tensor.dtype] != dtype:
                 expected = _shown(DTYPES[dtype], shape)
                 raise RuntimeError(f"the result is {_shown(tensor.dtype, tensor.shape)}, expected {expected}")
             same = all(a == b or n <= 1 for a, b, n in zip(tensor.stride(), strides, shape, strict=True))

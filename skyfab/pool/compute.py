@@ -259,8 +259,9 @@ class Compute(ShownAsTable):
         self._sync.begin()
         try:
             with contextlib.ExitStack() as opened:
-                SIGNAL_GUARD.watch()
-                opened.callback(SIGNAL_GUARD.leave)
+                with SIGNAL_GUARD:  # a handler that raised between these would leave the program's handlers wrapped
+                    SIGNAL_GUARD.watch()
+                    opened.callback(SIGNAL_GUARD.leave)
                 if self._ui != "none":
                     opened.callback(attach_view(self.events, self._ui, timeout=self._nodes.timing.lease / 4))
                 opened.callback(self._choice.release)

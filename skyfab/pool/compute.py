@@ -536,7 +536,7 @@ class Compute(ShownAsTable):
         running = self._broadcasts.at_work
         if running is None or running.gang is None:
             hint = "submit(call, on='all') starts one; launch(call), a run"
-            raise UsageError("no broadcast is running", hint=hint)
+            raise UsageError("no broadcast is running on every rank", hint=hint)
         if running.has_failed:
             running.future.result()  # its other ranks are stopped soon
         if running.call.converses or running.call.found:

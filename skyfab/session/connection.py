@@ -206,8 +206,7 @@ class Connection:
         with SIGNAL_GUARD, self.lock:
             if self.ended is not None:
                 raise copy.copy(self.ended)
-            number = self.new_number()
-            stream = self.stream
+            number, stream = self.new_number(), self.stream
             if urgent or stream is None:
                 self._mux.send(number, head, parts, urgent=urgent)
                 self.flush()

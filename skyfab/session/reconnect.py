@@ -24,8 +24,6 @@ ATTEMPT: Final = 10.0
 """Seconds that an attempt may take."""
 MOST_ATTEMPTS: Final = 6
 """In parallel; the oldest is abandoned for a new one."""
-_PASSING: Final = (SkyfabError, OSError, RuntimeError)
-"""Errors after which another attempt may succeed. The last two: this machine lacks processes or threads."""
 
 Link = tuple[Stream, Transport]
 """A stream to the agent, and the transport that opened it."""
@@ -221,7 +219,7 @@ class Reconnector:
                     attempt.abandon()
             elif isinstance(attempt.error, HostUnfit):
                 return HostLost("it was restarted, or its agent was killed", host=attempt.error.host)
-            elif not isinstance(attempt.error, _PASSING):
+            elif not isinstance(attempt.error, (SkyfabError, OSError, RuntimeError)):  # lack of processes, threads
                 return attempt.error
         return None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import _thread
 import functools
+import os
 import signal
 import threading
 import time
@@ -27,7 +28,6 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 Handler = Callable[[int, FrameType | None], Any]
 
-MAIN: Final = threading.main_thread().ident
 _SIGNALS: Final = sorted(number for number in signal.valid_signals() if number < 32)
 """Not the real-time signals, which few programs use and macOS lacks: every call looks at the handlers of all these."""
 
@@ -49,6 +49,8 @@ class SignalGuard:
     """Wraps the program's own signal handlers while a pool is open. Blocks may be nested."""
 
     def __init__(self) -> None:
+        self.main = threading.main_thread().ident
+        """The thread that runs signal handlers."""
         self._depth = 0
         """How many blocks the main thread is inside. Only that thread changes it."""
         self._missed: dict[int, tuple[Handler, FrameType | None]] = {}
@@ -71,7 +73,7 @@ class SignalGuard:
         """A pool is closed: the last one restores the program's handlers. Only the main thread can do so."""
         with self._lock:
             self._users -= 1
-            if self._users or threading.get_ident() != MAIN:
+            if self._users or threading.get_ident() != self.main:
                 return
         for number in _SIGNALS:
             handler = getsignal(number)
@@ -80,7 +82,7 @@ class SignalGuard:
 
     def wrap(self) -> None:
         """Wraps the handlers that are Python functions, also those installed since. Only the main thread can do so."""
-        if threading.get_ident() != MAIN or not self._users:
+        if threading.get_ident() != self.main or not self._users:
             return
         found = list(map(getsignal, _SIGNALS))
         if found == self._seen:
@@ -91,25 +93,25 @@ class SignalGuard:
         self._seen = list(map(getsignal, _SIGNALS))
 
     def __enter__(self) -> None:
-        if threading.get_ident() == MAIN:
+        if threading.get_ident() == self.main:
             self._depth += 1
 
     def enter(self) -> None:
         """Enters a block; if it is the outermost one, after `wrap`."""
-        if threading.get_ident() == MAIN:
+        if threading.get_ident() == self.main:
             if not self._depth:
                 self.wrap()
             self._depth += 1
 
     def __exit__(self, *_: object) -> None:
-        if threading.get_ident() == MAIN:
+        if threading.get_ident() == self.main:
             self._depth -= 1
             if self._missed and not self._depth:
                 self._deliver()
 
     def allow(self, wait: Callable[..., T], *arguments: Any) -> T:
         """Calls `wait` inside a block: until it returns, the main thread handles signals immediately."""
-        if threading.get_ident() != MAIN:
+        if threading.get_ident() != self.main:
             return wait(*arguments)
         depth = self._depth
         try:
@@ -122,7 +124,7 @@ class SignalGuard:
 
     def acquire(self, lock: Any, timeout: float = float("inf")) -> bool:
         """Waits for a lock inside a block. The main thread handles signals meanwhile."""
-        if threading.get_ident() != MAIN:
+        if threading.get_ident() != self.main:
             return bool(lock.acquire(True, -1 if timeout == float("inf") else timeout))
         if lock.acquire(False):
             return True
@@ -137,7 +139,7 @@ class SignalGuard:
 
         Nothing may be lost if that is raised as `wait` returns.
         """
-        if threading.get_ident() != MAIN:
+        if threading.get_ident() != self.main:
             return wait(*arguments)
         try:
             self._is_polling = True
@@ -162,6 +164,13 @@ class SignalGuard:
         if self._is_polling:
             raise SignalCame
 
+    def forked(self) -> None:
+        """This is a child process. If another thread forked it, that is the main thread now, and outside all blocks."""
+        if threading.get_ident() != self.main:
+            self.main = threading.get_ident()
+            self._depth, self._is_polling = 0, False
+            self._missed.clear()
+
     def _deliver(self) -> None:
         while self._missed:  # what one that raises leaves is delivered at the end of the next block
             number = next(iter(self._missed))
@@ -183,7 +192,7 @@ for _kind in _WEAK:
 def _send_again(number: int) -> None:
     time.sleep(_SOON)
     if callable(getsignal(number)):  # else the program has removed its handler, and the signal would end it
-        signal.pthread_kill(MAIN, number)  # type: ignore[arg-type]
+        signal.pthread_kill(SIGNAL_GUARD.main, number)  # type: ignore[arg-type]
 
 
 class _Deferred:
@@ -198,6 +207,7 @@ class _Deferred:
 
 
 SIGNAL_GUARD: Final = SignalGuard()
+os.register_at_fork(after_in_child=SIGNAL_GUARD.forked)
 
 
 def is_from_handler(error: BaseException) -> bool:

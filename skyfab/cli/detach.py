@@ -15,6 +15,7 @@ from skyfab.calls.call import Call
 from skyfab.cli.sigterm import SIGTERM
 from skyfab.detached.run import Run
 from skyfab.detached.sweep import LABEL
+from skyfab.errors import UsageError
 from skyfab.pool.compute import Compute
 from skyfab.pool.futures import note_stopped
 from skyfab.ui.prompt import TERMINAL
@@ -48,7 +49,10 @@ def broadcast(compute: Compute, call: Call[R], *, name: str) -> list[R] | Run:
                 note_stopped(error, future, compute.hosts)
                 raise
             if choice == "detach" and not future.done():
-                return compute.detach(name=name)
+                try:
+                    return compute.detach(name=name)
+                except UsageError as refused:  # its arguments are still being sent
+                    print(f"not detached: {refused}", file=sys.stderr)
 
 
 def asked(is_over: Callable[[], bool]) -> str:

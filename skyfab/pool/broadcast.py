@@ -151,10 +151,15 @@ class Broadcast:
                 # Without its frames: Python prints those of each error in a group.
                 self._failures.append(error.with_traceback(None))
             done = not self._open
+            timer = None
             if error is not None and len(self._failures) == 1 and not done:
-                self._timer = threading.Timer(GRACE, self.stop)
-                self._timer.daemon = True
-                self._timer.start()
+                self._timer = timer = threading.Timer(GRACE, self.stop)
+                timer.daemon = True
+        if timer is not None:
+            try:
+                timer.start()
+            except RuntimeError:  # this machine has no thread for it
+                self.stop()
         if self.conversations:
             self.conversations[member.rank].end(None, error)
         if done:

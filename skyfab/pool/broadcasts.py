@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import threading
@@ -201,7 +202,8 @@ class Broadcasts:
         timer.daemon = True
         for future in (broadcast.future, active.future):
             Future.add_done_callback(future, lambda _: timer.cancel())
-        timer.start()
+        with contextlib.suppress(RuntimeError):  # this machine has no thread for it
+            timer.start()
 
     @property
     def is_idle(self) -> bool:
@@ -265,7 +267,13 @@ class Broadcasts:
                 self._waiting.append(self._attempt(broadcast.call, broadcast.nodes, broadcast))
             self._active = following = self._waiting.popleft() if self._waiting else None
         if following is not None:
-            threading.Thread(target=self._begin, args=(following,), daemon=True).start()
+            try:
+                threading.Thread(target=self._begin, args=(following,), daemon=True).start()
+            except RuntimeError as error:  # this machine lacks threads
+                with self._lock:
+                    failed, self._waiting, self._active = [following, *self._waiting], deque(), None
+                for one in failed:
+                    one.end(None, error)
         return again
 
 

@@ -232,8 +232,9 @@ class Compute(ShownAsTable):
         self._sync.begin()
         try:
             with contextlib.ExitStack() as opened:
-                SIGNAL_GUARD.watch()
-                opened.callback(SIGNAL_GUARD.leave)
+                with SIGNAL_GUARD:  # a handler that raised between these would leave the program's handlers wrapped
+                    SIGNAL_GUARD.watch()
+                    opened.callback(SIGNAL_GUARD.leave)
                 if self._ui != "none":
                     opened.callback(attach_view(self.events, self._ui, timeout=self._nodes.timing.lease / 4))
                 opened.callback(self._choice.release)
@@ -508,7 +509,7 @@ class Compute(ShownAsTable):
         running = self._broadcasts.at_work
         if running is None or running.gang is None:
             hint = "submit(call, on='all') starts one; launch(call), a run"
-            raise UsageError("no broadcast is running", hint=hint)
+            raise UsageError("no broadcast is running on every rank", hint=hint)
         if running.has_failed:
             running.future.result()  # its other ranks are stopped soon
         if running.call.converses or running.call.found:

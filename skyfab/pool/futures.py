@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
 from skyfab._util.html import ShownAsTable
-from skyfab._util.signals import MAIN, SIGNAL_GUARD, GuardedFuture
+from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
 from skyfab.session.reader import refuse_to_wait
@@ -79,7 +79,7 @@ class CallFuture(GuardedFuture, ShownAsTable):
             raise UsageError("this call belongs to another process, and only that process can wait for it")
         refuse_to_block()
         # Other threads may wait while the main thread prints, which would get into the lines that are shown.
-        return self.waiting if threading.get_ident() == MAIN else _NOTHING
+        return self.waiting if threading.get_ident() == SIGNAL_GUARD.main else _NOTHING
 
     def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
         """Calls `fn` on a new thread, so that it may make calls and wait for them, which the reader thread may not."""

@@ -44,11 +44,12 @@ class Recovery:
         with self._lock:
             node.lost = error
             if not self._over.is_set() and node.index not in self._expected:
-                self._expected.add(node.index)
                 self._threads = [thread for thread in self._threads if thread.is_alive()]
                 thread = threading.Thread(target=self._wait, args=(node,), name="skyfab-recovery", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                with contextlib.suppress(RuntimeError):  # this machine lacks threads: the node stays lost
+                    thread.start()
+                    self._threads.append(thread)
+                    self._expected.add(node.index)
 
     def begin(self) -> None:
         self._over.clear()
@@ -65,7 +66,7 @@ class Recovery:
             thread.join()
 
     def _wait(self, node: Node) -> None:
-        waits = Backoff(PAUSE, LONGEST)
+        waits, before = Backoff(PAUSE, LONGEST), node.session
         while not self._over.wait(waits.next()):
             session = self._session_for(node)
             with self._lock:
@@ -74,16 +75,16 @@ class Recovery:
                 self._sessions.add(session)
             try:
                 session.open()
-                self._receive(node, session)
+                self._receive(node, session, before)
                 return
-            except (SkyfabError, OSError):  # OSError: this machine lacks processes, descriptors or space
+            except (SkyfabError, OSError, RuntimeError):  # this machine lacks processes, threads, descriptors or space
                 session.close()
             finally:
                 with self._lock:
                     self._sessions.discard(session)
 
-    def _receive(self, node: Node, session: Session) -> None:
-        """Returns a node to the pool. Raises HostLost if it is lost again before that is done."""
+    def _receive(self, node: Node, session: Session, before: Session) -> None:
+        """Returns a node to the pool, and ends its agent of `before`. Raises HostLost if it is lost again meanwhile."""
 
         def accept() -> None:
             with self._lock:
@@ -92,7 +93,6 @@ class Recovery:
                 node.lost = None
                 self._expected.discard(node.index)
 
-        before = node.session
         node.reset(session)
         self._on_recovered(node, accept)
         self._events.emit(HostState(host=node.name, state="ready", detail="rejoined the pool"))

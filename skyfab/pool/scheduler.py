@@ -303,7 +303,7 @@ class Scheduler:
             slot.tasks.remove(task)
             again = why in ("unstarted", "unassigned", "unstored") and not task.future.done()
             if again:
-                task.returned += 1
+                task.returned += why != "unassigned"
                 again = task.returned < _MOST_RETURNS
             if again:
                 task.slot, task.stream = None, 0
@@ -351,10 +351,17 @@ class Scheduler:
         self._looking = False
         now = time.monotonic()
         with self._lock:
-            prefetch = [(slot, slot.tasks[1:]) for slot in self._slots if slot.is_stuck(now) and len(slot.tasks) > 1]
-        for slot, tasks in prefetch:
+            idle = {slot.node for slot in self._slots if not slot.tasks and slot.node.lost is None}
+            useful = {None, *idle} if idle else idle
+            prefetch = [  # the last first, as each returns to the front of the queue
+                (slot.node, [task.stream for task in slot.tasks[:0:-1] if task.stream and task.on in useful])
+                for slot in self._slots
+                if slot.is_stuck(now)
+            ]
+        for node, streams in prefetch:
             try:
-                slot.node.cancel(*(task.stream for task in tasks if task.stream), begun=False)
+                if streams:
+                    node.cancel(*streams, begun=False)
             except SkyfabError:
                 pass  # the host is lost: its failure will be reported separately
         self._help()

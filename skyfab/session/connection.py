@@ -206,10 +206,7 @@ class Connection:
         with SIGNAL_GUARD, self.lock:
             if self.ended is not None:
                 raise copy.copy(self.ended)
-            number = self.new_number()
-            if answer is not None:
-                self.replies.pending[number] = PendingRequest(answer, failure or _ignore, worker, partial)
-            stream = self.stream
+            number, stream = self.new_number(), self.stream
             if urgent or stream is None:
                 self._mux.send(number, head, parts, urgent=urgent)
                 self.flush()
@@ -220,6 +217,8 @@ class Connection:
                     drained = True  # reading from the stream gives the reason
                 if not drained:
                     self._watch_sink()
+            if answer is not None:  # now that nothing more raises an error, which would be reported twice
+                self.replies.pending[number] = PendingRequest(answer, failure or _ignore, worker, partial)
         return number
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:
@@ -292,6 +291,8 @@ class Connection:
                 if now - max(self._mux.last_received, self._woke) > suspect_after and self.state is State.OPEN:
                     self._suspect("no heartbeat")
                 self.flush()
+                if self._reconnector is not None:
+                    self.replies.after.append(self._reconnector.start)
             return self._actions()
 
     def _is_to_end(self, now: float) -> bool:

@@ -34,7 +34,8 @@ def for_each_host(
 
     `most` is the number of parallel threads: all of them, where an action waits for those of others.
 
-    Uses daemon threads: after a Ctrl-C the program does not wait for them. Signal handlers never interrupt the action.
+    Uses daemon threads: after a Ctrl-C the program does not wait for them. Signal handlers never interrupt the action,
+    unless no thread can be started.
     """
     outcomes: dict[int, T | Raised] = {}
     places = iter(range(len(items)))
@@ -55,9 +56,17 @@ def for_each_host(
     threads = [threading.Thread(target=work, daemon=True) for _ in range(running)]
     with ended:  # a thread whose start is interrupted may never run
         for thread in threads:
-            thread.start()
+            try:
+                thread.start()
+            except RuntimeError:  # this machine lacks threads, or Python exits: the others do all the work
+                if most != _MOST:
+                    raise
+                running -= 1
+        is_alone = not running
         while running and (ended.wait(PATIENCE) or not enough()):
             pass
+    if is_alone:
+        work()
     return [outcomes.get(place, Raised(Unreachable("no response yet"))) for place in range(len(items))]
 
 

@@ -21,7 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Protocol
 
-from skyfab._util.signals import MAIN, NAP, SIGNAL_GUARD, SignalCame
+from skyfab._util.signals import NAP, SIGNAL_GUARD, SignalCame
 from skyfab.errors import UsageError
 from skyfab.session.replies import Reply
 
@@ -279,7 +279,7 @@ class SharedReader:
             seconds = min(seconds, _RETRY)
         if seconds < 0 or self._woken:
             seconds = 0
-        is_main = threading.get_ident() == MAIN  # handlers run on that thread only
+        is_main = threading.get_ident() == SIGNAL_GUARD.main  # handlers run on that thread only
         for fd, _ in SIGNAL_GUARD.poll(selector.poll, min(seconds, NAP)) if is_main else selector.poll(seconds):
             connection = self._owners.get(fd)
             if connection is not None:

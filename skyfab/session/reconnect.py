@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, Protocol
 
 from skyfab.errors import HostLost, HostUnfit, SkyfabError
@@ -91,9 +92,12 @@ class Reconnector:
         self._broken: deque[Link] = deque()
         self._attempts: list[_Attempt] = []
         self._news = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="skyfab-reconnect", daemon=True)
 
     def start(self) -> None:
-        spawn(self._run, "skyfab-reconnect")
+        """Starts its thread. Called again every second: until then, this machine may lack threads."""
+        with suppress(RuntimeError):  # it lacks them, or the thread was started before
+            self._thread.start()
 
     # ---- called by the connection, with its lock held
 
@@ -215,7 +219,7 @@ class Reconnector:
                     attempt.abandon()
             elif isinstance(attempt.error, HostUnfit):
                 return HostLost("it was restarted, or its agent was killed", host=attempt.error.host)
-            elif not isinstance(attempt.error, (SkyfabError, OSError)):  # OSError: this machine lacks processes
+            elif not isinstance(attempt.error, (SkyfabError, OSError, RuntimeError)):  # lack of processes, threads
                 return attempt.error
         return None
 
@@ -238,7 +242,10 @@ class _Attempt:
         self._news = news
         self._abandoned = False
         self._lock = threading.Lock()
-        spawn(self._run, "skyfab-attempt")
+        try:
+            spawn(self._run, "skyfab-attempt")
+        except RuntimeError as error:
+            self.error = error
 
     @property
     def is_over(self) -> bool:
@@ -288,10 +295,13 @@ def close(link: Link) -> None:
 
 
 def close_later(link: Link) -> None:
-    """Closes both on another thread, since it may block."""
-    spawn(lambda: close(link), "skyfab-close")
+    """Closes both on another thread, since it may block. If this machine lacks threads, it does block."""
+    try:
+        spawn(lambda: close(link), "skyfab-close")
+    except RuntimeError:
+        close(link)
 
 
 def spawn(work: Callable[[], None], name: str) -> None:
-    """Runs `work` on a daemon thread."""
+    """Runs `work` on a daemon thread. Raises RuntimeError if this machine lacks threads."""
     threading.Thread(target=work, name=name, daemon=True).start()

@@ -17,7 +17,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from skyfab._util.signals import MAIN, SIGNAL_GUARD
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab._util.sizes import progress
 from skyfab.errors import located
 
@@ -268,7 +268,7 @@ class Events:
         if not self._subscribers:
             return
         me = threading.get_ident()
-        with SIGNAL_GUARD if me == MAIN else nullcontext():  # views have locks, which other threads need
+        with SIGNAL_GUARD if me == SIGNAL_GUARD.main else nullcontext():  # views have locks, which other threads need
             nested = me in emitting
             emitting.add(me)
             try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +12,7 @@ import pytest
 from stage.projects import skyfab
 
 import skyfab as sky
-from skyfab.cli.detach import tell_how_to_attach
+from skyfab.cli.detach import broadcast, tell_how_to_attach
 from skyfab.lab import Lab
 
 pytestmark = pytest.mark.programs
@@ -148,6 +150,28 @@ def test_what_a_program_does_at_its_end_a_script_does_too(
     assert ran.returncode == code, ran.stderr
     for name in {"thread", "atexit", "open"} - missing:
         assert (project / name).read_text() == "data", name
+
+
+def test_a_broadcast_that_cannot_be_detached_yet_continues(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its arguments are still being sent."""
+
+    def detach(name: str) -> None:
+        future.set_result([1])
+        raise sky.UsageError("no broadcast is running on every rank")
+
+    def interrupted() -> list[int]:
+        del future.result  # type: ignore[method-assign]
+        raise KeyboardInterrupt
+
+    future: Future[list[int]] = Future()
+    future.result = lambda timeout=None: interrupted()  # type: ignore[method-assign]
+    events = SimpleNamespace(unread=Future[None](), waiting=nullcontext())
+    compute: Any = SimpleNamespace(submit=lambda call, on: future, detach=detach, events=events)
+    monkeypatch.setattr("skyfab.cli.detach.asked", lambda is_over: "detach")
+    assert broadcast(compute, sky.function(len)(""), name="night") == [1]
+    assert capsys.readouterr().err == "not detached: no broadcast is running on every rank\n"
 
 
 @pytest.mark.parametrize(

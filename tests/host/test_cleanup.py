@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,13 +41,20 @@ def folder_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str,
 
 
 def test_an_agent_of_another_machine_with_this_name_keeps_its_folder(
-    folder_of: Callable[[str, str, float], Path], tmp_path: Path
+    folder_of: Callable[[str, str, float], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A folder of another boot goes only when no agent has touched it for long."""
     kept = {folder_of(name, boot, 29 * MINUTE) for name, boot in (("other", "another-boot"), ("unknown", ""))}
     kept.add(folder_of("young", boot_id(), 30))
     gone = {folder_of("dead", boot_id(), 2 * MINUTE), folder_of("old", "another-boot", 31 * MINUTE)}
+    started, begin = list[threading.Thread](), threading.Thread.start
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: started.append(thread))
     remove_dead(str(tmp_path / "own"))
+    assert {path for path in kept | gone if path.exists()} == kept | gone, "the agent does not wait for this"
+    monkeypatch.chdir("/")  # as an agent that ends
+    for thread in started:
+        begin(thread)
+        thread.join()
     assert {path for path in kept | gone if path.exists()} == kept
 
 

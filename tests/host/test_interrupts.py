@@ -27,7 +27,7 @@ def test_a_signal_while_the_handler_reads_is_handled_by_it() -> None:
         inside.pop()
         return True
 
-    exchanges = Exchanges(SimpleNamespace(source=source, encoding=codec, read=read))
+    exchanges = Exchanges(SimpleNamespace(source=source, encoding=codec, read=read, check_process=lambda: None))
     interrupted: list[int] = []
     exchanges.conversations[1] = SimpleNamespace(  # type: ignore[assignment]
         runs_here=True, interrupt=lambda: interrupted.append(threading.get_ident())

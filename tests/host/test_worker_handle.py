@@ -108,6 +108,25 @@ def test_a_process_that_wants_no_more_calls_and_stays_is_ended(
     assert agent.signals == [signal.SIGKILL]
 
 
+@pytest.mark.parametrize("how", ["cancel", "timeout"])
+def test_a_process_that_wants_no_more_calls_and_does_not_reply_is_ended(
+    agent: Agent, worker: WorkerHandle, process: Process, how: str
+) -> None:
+    """Describing an error may take forever."""
+    give(worker, 1, timeout=5.0)
+    process.heard()
+    process.say(frame(BYE))
+    worker.output.read()
+    if how == "cancel":
+        worker.cancel(1)
+    agent.time += 6.0
+    agent.look()
+    assert agent.signals[:1] == [signal.SIGTERM]
+    agent.time += 10.0
+    agent.look()
+    assert agent.signals == [signal.SIGTERM, signal.SIGKILL]
+
+
 def test_the_time_of_a_pipelined_call_begins_when_those_before_it_have_replies(
     agent: Agent, worker: WorkerHandle, process: Process
 ) -> None:

@@ -121,6 +121,22 @@ def test_the_other_ranks_are_stopped_some_time_after_one_has_failed(timers: list
     assert [type(one) for one in error.results] == [sky.CallCancelled, ValueError, sky.CallCancelled]
 
 
+def refuse() -> None:
+    raise RuntimeError("can't start new thread")
+
+
+def test_the_other_ranks_are_stopped_at_once_if_there_is_no_thread_to_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    timer = SimpleNamespace(start=refuse, cancel=lambda: None)
+    monkeypatch.setattr(threading, "Timer", lambda seconds, then: timer)
+    stage = Stage(2)
+    stage.begin()
+    stage.caller(1).sent(3)
+    stage.caller(0).failed(ValueError("first"))
+    assert stage.nodes[1].cancelled == [3]
+    stage.end(1, "cancelled")
+    assert isinstance(stage.call.future.exception(0), sky.BroadcastError)
+
+
 def test_nothing_is_to_be_stopped_after_the_last_rank(timers: list[Any]) -> None:
     stage = Stage(1)
     stage.begin()
@@ -336,6 +352,23 @@ def test_one_that_was_cancelled_while_it_waited_does_not_begin() -> None:
     assert second.cancel()
     pool.fail()
     pool.wait_for("first", "third")
+
+
+@pytest.mark.parametrize("retries", [0, 1])
+def test_those_that_wait_fail_if_there_is_no_thread_for_the_next_one(
+    monkeypatch: pytest.MonkeyPatch, retries: int
+) -> None:
+    pool = Pool()
+    futures = [pool.submit(label, retries=retries) for label in ("first", "second", "third")]
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: refuse())
+        pool.fail()
+    first, *others = [future.exception(0) for future in futures]
+    assert isinstance(first, RuntimeError if retries else sky.BroadcastError)
+    assert [type(error) for error in others] == [RuntimeError] * 2
+    assert pool.queue.is_idle
+    pool.submit("fourth")
+    assert pool.begun == ["first", "fourth"]
 
 
 def test_one_that_cannot_begin_fails_and_the_next_one_begins() -> None:

@@ -64,6 +64,8 @@ def begin(node: LostNode) -> Iterator[Begin]:
 def test_a_host_that_is_lost_again_while_it_is_taken_back_is_waited_for_once(node: LostNode, begin: Begin) -> None:
     """A second thread used to close the session of the first, and with it the calls of a healthy host."""
     welcomes: list[int] = []
+    ended: list[bool] = []
+    node.session.end_agent = lambda stopped: ended.append(stopped())
 
     def on_recovered(_: Any, accept: Callable[[], None]) -> None:
         welcomes.append(1)
@@ -77,6 +79,7 @@ def test_a_host_that_is_lost_again_while_it_is_taken_back_is_waited_for_once(nod
     until(lambda: node.lost is None)
     assert len(welcomes) == 2
     assert [session.closed for session in node.made] == [True, False], "the first attempt's, and not the one in use"
+    until(lambda: ended == [False], "the end of the agent that it had before both")
 
 
 def test_a_loss_in_the_moment_of_the_return_is_not_forgotten(node: LostNode, begin: Begin) -> None:
@@ -125,6 +128,10 @@ def fail_here() -> None:
     raise BlockingIOError(errno.EAGAIN, "no process can be started")
 
 
+def fail_without_threads() -> None:
+    raise RuntimeError("can't start new thread")
+
+
 def threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "skyfab-recovery"]
 
@@ -132,12 +139,12 @@ def threads() -> list[threading.Thread]:
 def test_a_host_that_cannot_be_reached_is_tried_until_it_can(node: LostNode, begin: Begin) -> None:
     before, found, events = node.session, list[Event](), Events()
     events.subscribe(found.append)
-    node.lost, node.attempts = None, [fail, fail_here]
+    node.lost, node.attempts = None, [fail, fail_here, fail_without_threads]
     home = begin(lambda _, accept: accept(), events)
     home.expect(node, GONE)  # type: ignore[arg-type]
     until(lambda: before.closed)
-    assert [session.closed for session in node.made] == [True, True, False]
-    assert node.session is node.made[2]
+    assert [session.closed for session in node.made] == [True, True, True, False]
+    assert node.session is node.made[3]
     assert found == [HostState(host="node1", state="ready", detail="rejoined the pool")]
     until(lambda: not threads())
 
@@ -151,6 +158,20 @@ def test_a_lost_host_is_lost_at_once_and_tried_by_one_thread(node: LostNode, beg
     assert node.lost is GONE
     assert len(threads()) == 1
     gate.set()
+    until(lambda: node.lost is None)
+    until(lambda: not threads())
+
+
+def test_a_node_is_lost_and_tried_later_if_there_is_no_thread_for_it(
+    node: LostNode, begin: Begin, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    node.lost = None
+    home = begin(lambda _, accept: accept())
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", lambda thread: fail_without_threads())
+        home.expect(node, GONE)  # type: ignore[arg-type]
+    assert node.lost is GONE
+    home.expect(node, GONE)  # type: ignore[arg-type]
     until(lambda: node.lost is None)
     until(lambda: not threads())
 

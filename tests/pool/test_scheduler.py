@@ -362,7 +362,7 @@ def ended(why: str) -> messages.Ended:
     return messages.Ended(why=why, text="", exitcode=None, traceback="")
 
 
-@pytest.mark.parametrize("why", ["unstarted", "unassigned"])
+@pytest.mark.parametrize("why", ["unstarted", "unassigned", "unstored"])
 def test_a_call_that_did_not_begin_is_made_again_before_others(why: str) -> None:
     node = FakeNode(1)
     queue = queue_over(node)
@@ -384,6 +384,14 @@ def test_a_call_whose_worker_never_starts_fails_in_the_end() -> None:
         one.answered(ended("unstarted"), [])
     assert isinstance(one.future.exception(0), sky.WorkerDied)
     assert len(node.callers) == 100
+
+
+def test_a_call_may_be_taken_back_any_number_of_times() -> None:
+    (one,) = add(queue_over(FakeNode(1)), 1)
+    for _ in range(101):
+        one.answered(ended("unassigned"), [])
+    one.answered(*result("at last"))
+    assert one.future.result(0) == "at last"
 
 
 def test_a_call_that_was_cancelled_meanwhile_is_not_made_again() -> None:
@@ -418,6 +426,32 @@ def test_what_was_given_ahead_behind_a_long_call_is_taken_back_for_an_idle_worke
     assert nodes[1].callers == [short, second]
     clock.timers.pop()()
     assert clock.timers == [], "nobody is idle any more"
+
+
+def test_calls_that_are_taken_back_keep_their_order_and_those_of_a_busy_host_stay(clock: Clock) -> None:
+    nodes = [FakeNode(1), FakeNode(2)]
+    queue = queue_over(*nodes)
+    answer_quickly(queue, nodes[0], clock)
+    nodes[1].lost = sky.HostLost("for a moment", host="node2")
+    tasks = add(queue, 3) + add(queue, 1, on=nodes[0]) + add(queue, 1)
+    nodes[1].lost = None
+    (busy,) = add(queue, 1, on=nodes[1])
+    for stream, each in enumerate(tasks):
+        each.sent(stream)
+    assert nodes[0].callers == tasks
+    clock.now += 1
+    queue._take_back()
+    assert nodes[0].unassigned == [], "no worker is idle"
+    busy.answered(*result(None))
+    queue._take_back()
+    assert nodes[0].unassigned == [4, 2, 1]
+    for stream in nodes[0].unassigned:
+        tasks[stream].answered(ended("unassigned"), [])
+    assert nodes[1].callers == [busy, tasks[4]]
+    tasks[4].answered(*result(None))
+    assert nodes[1].callers[2:] == [tasks[1]]
+    tasks[1].answered(*result(None))
+    assert nodes[1].callers[3:] == [tasks[2]]
 
 
 def test_nothing_is_taken_back_from_calls_that_are_quick(clock: Clock) -> None:

@@ -17,7 +17,7 @@ from stage.messages import filled
 
 import skyfab as sky
 from skyfab.protocol import VERSION, messages
-from skyfab.protocol.frames import ACK, BYE, COUNT, HEAD, HEADER, HELLO, PING, PONG, frame
+from skyfab.protocol.frames import ACK, BYE, COUNT, HEAD, HEADER, HELLO, LIMIT, PING, PONG, frame
 from skyfab.session import reconnect
 from skyfab.session.connection import Connection
 from skyfab.session.reader import SharedReader, run
@@ -27,6 +27,9 @@ from skyfab.session.timing import Timing
 from skyfab.ssh.base import AgentGone
 
 HOST = sky.Host(name="node1", address="192.0.2.1")
+
+
+START = Reconnector.start
 
 
 class Clock:
@@ -438,6 +441,32 @@ def test_an_attempt_that_this_machine_cannot_make_is_made_again(bench: Bench) ->
     assert bench.state is State.OPEN
 
 
+@pytest.mark.parametrize("refused", ["skyfab-reconnect", "skyfab-attempt", "skyfab-close"])
+def test_an_outage_in_which_a_thread_cannot_be_started_ends(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    asked: list[str] = []
+
+    def begin(name: str) -> None:
+        asked.append(name)
+        if asked.count(name) == 1 and name == refused:
+            raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: begin(thread.name))
+    monkeypatch.setattr(reconnect, "spawn", lambda work, name: (begin(name), work()))
+    monkeypatch.setattr(Reconnector, "start", START)
+    bench.open()
+    bench.break_stream()
+    broken, bench.stream = bench.stream, Stream()
+    bench.agent.outcomes = [bench.stream]
+    bench.pass_time(3)
+    bench.stream.hello()
+    bench.pass_time(1)
+    assert bench.state is State.OPEN
+    assert broken.closed
+    assert asked.count("skyfab-reconnect") > 1, "it is started again, or runs already"
+
+
 def test_attempts_are_limited_and_the_first_that_succeeds_is_used(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -750,6 +779,15 @@ def test_requests_have_odd_numbers_that_nobody_waits_at(bench: Bench) -> None:
     bench.connection._next_stream = 3
     bench.request()
     assert heads(bench) == [7]
+
+
+def test_what_cannot_be_sent_fails_once(bench: Bench) -> None:
+    bench.open()
+    found: list[object] = []
+    with pytest.raises(sky.ProtocolError):
+        bench.connection.send(bytes(LIMIT + 1), answer=lambda message, _: found.append(message), failure=found.append)
+    bench.connection.close(0)
+    assert found == []
 
 
 def test_an_answer_comes_to_its_request(bench: Bench) -> None:

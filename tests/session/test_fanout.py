@@ -17,6 +17,23 @@ def test_results_and_errors_are_in_the_order_of_the_hosts() -> None:
     assert isinstance(error.error, ZeroDivisionError)
 
 
+@pytest.mark.parametrize("allowed", [0, 2])
+def test_what_threads_that_cannot_be_started_would_do_is_done(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
+    """As on a machine without further threads, and when Python exits."""
+    start, left = threading.Thread.start, [None] * allowed
+
+    def begin(thread: threading.Thread) -> None:
+        if not left:
+            raise RuntimeError("can't start new thread")
+        left.pop()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", begin)
+    assert for_each_host(lambda number: number * 2, range(5)) == [0, 2, 4, 6, 8]
+    with pytest.raises(RuntimeError):
+        for_each_host(lambda number: number, range(5), most=5)  # their actions would wait for each other
+
+
 def test_results_are_all_there_or_the_first_error_is_raised() -> None:
     first, second = ValueError("first"), ValueError("second")
     assert results_of([1, None, 2]) == [1, None, 2]

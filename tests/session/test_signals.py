@@ -19,7 +19,7 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab._util.signals import SignalCame, SignalGuard, without_signals
+from skyfab._util.signals import SIGNAL_GUARD, SignalCame, SignalGuard, without_signals
 from skyfab.session.fanout import for_each_host
 
 Handler = Callable[[int, FrameType | None], object]
@@ -187,6 +187,45 @@ def test_a_signal_whose_handler_was_removed_meanwhile_does_not_end_the_program(g
     signal.signal(signal.SIGUSR1, before)
     assert before == signal.SIG_DFL
     time.sleep(0.1)
+
+
+def test_a_child_that_a_thread_has_forked_runs_its_handlers() -> None:
+    """Its only thread is the main one, and outside the block in which that of the parent waits."""
+    codes: list[int] = []
+
+    def fork() -> None:
+        pid = os.fork()
+        if not pid:
+            try:
+                signal.raise_signal(signal.SIGUSR1)
+            finally:
+                os._exit(1)
+        codes.append(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    before = signal.signal(signal.SIGUSR1, lambda *_: os._exit(7))
+    SIGNAL_GUARD.watch()
+    try:
+        thread = threading.Thread(target=fork)
+        with SIGNAL_GUARD:
+            thread.start()
+            SIGNAL_GUARD.poll(thread.join)
+    finally:
+        SIGNAL_GUARD.leave()
+        signal.signal(signal.SIGUSR1, before)
+    assert codes == [7]
+
+
+def test_a_handler_that_raises_while_a_pool_is_opened_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch, users = SIGNAL_GUARD.watch, SIGNAL_GUARD._users
+
+    def interrupted() -> None:
+        watch()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(SIGNAL_GUARD, "watch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        sky.Compute("local", ui="none").open()
+    assert SIGNAL_GUARD._users == users
 
 
 def on_another_thread(number: int) -> None:

@@ -44,7 +44,11 @@ class Presence:
 
 
 def remove_dead(own: str) -> None:
-    """Removes the run folders beside `own` whose agents no longer run. `own` must be the current directory."""
+    """Removes the run folders beside `own` whose agents no longer run. `own` must be the current directory.
+
+    On a thread: large folders take longer than an agent may be silent.
+    """
+    dead = []
     place, now = os.path.dirname(own), os.stat(own).st_mtime  # by the clock of the file system, which may be remote
     for name in os.listdir(place):
         folder = os.path.join("..", name)  # relative, because the length of socket paths is limited
@@ -52,11 +56,22 @@ def remove_dead(own: str) -> None:
             age = now - os.stat(folder).st_mtime
             is_old = age > (_YOUNG if _is_of_this_boot(folder) else _SILENT)
             if name != os.path.basename(own) and is_old and is_dead(folder):
-                import shutil
-
-                shutil.rmtree(folder, ignore_errors=True)
+                dead.append(os.path.join(place, name))
         except OSError:
             continue  # another process uses or removes it
+    if dead:
+        import contextlib
+        from threading import Thread  # imported late: few agents need it
+
+        with contextlib.suppress(RuntimeError):  # this machine lacks threads: the next agent removes them
+            Thread(target=_remove, args=dead, daemon=True).start()
+
+
+def _remove(*folders: str) -> None:
+    import shutil
+
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_of_this_boot(folder: str) -> bool:

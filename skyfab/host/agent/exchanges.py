@@ -129,6 +129,7 @@ class Exchanges:
 
     def read_until(self, ready: Callable[[], object]) -> bool:
         """Reads until `ready()`, or waits while another thread reads. False: nothing more can be received."""
+        self._worker.check_process()
         me = threading.get_ident()
         with self._changed:
             while not ready():

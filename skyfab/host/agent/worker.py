@@ -206,7 +206,7 @@ class Worker(context.Client):
 
     def interrupted(self, number: int, frame: Any) -> None:
         """Handles SIGINT, which the agent sends when the client closes a generator, possibly before that has begun."""
-        if self._exchanges is not None:
+        if self._exchanges is not None and os.getpid() == self._pid:
             self._exchanges.interrupted()
         elif self._in_function:
             raise KeyboardInterrupt
@@ -401,6 +401,12 @@ class Worker(context.Client):
             send = self.send if self._exchanges is None else self._exchanges.send
             send(0, messages.Importing(worker=name, module=module).encode())
 
+    def check_process(self) -> None:
+        """Raises RuntimeError in a child that a function forked: it has the pipes of this process, but no replies."""
+        if os.getpid() != self._pid:
+            text = "a forked child cannot use the actors, streams and generators of its parent: use them in the parent"
+            raise RuntimeError(text)
+
     def _end_child(self, code: int) -> None:
         """Exits if this is a child that the function forked and that returned from the function too."""
         if os.getpid() != self._pid:
@@ -414,6 +420,7 @@ class Worker(context.Client):
 
     def send(self, stream: int, message: bytes, payload: codec.Payload | None = None) -> None:
         """Sends a message as a whole."""
+        self.check_process()
         pieces: tuple[Buffer, ...] = () if payload is None else (payload.data, *payload.buffers)
         with self._sending:
             if sum(map(len, pieces)) <= SMALL and len(message) <= SMALL:

@@ -269,7 +269,7 @@ class WorkerHandle:
         if self.calls:
             self.calls[0].deadline = None
             self.calls[0].verdict = self.calls[0].verdict or verdict
-        if not self.stopping:
+        if self._kill_at is None:  # it may be `stopping`, by its own will
             self.stopping = True
             self._kill_at = self._owner.now() + _LAST_WORDS
             self._owner.timed.add(self)

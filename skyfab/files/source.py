@@ -31,6 +31,8 @@ PIECE: Final = SMALL
 _RECENT: Final = 1_000_000_000
 """Nanoseconds for which the time of a file may stay the same while it changes: a write sets it when it begins."""
 _TAKEN: Final = "another match has this name"
+NO_MATCH: Final = "no match"
+"""Why a path or pattern that matches nothing is skipped."""
 GONE: Final = -1
 """In place of the size of a file that can no longer be read as it was listed."""
 
@@ -207,7 +209,7 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
     """What these paths and patterns mean on this machine, relative to the current folder.
 
     A relative path keeps its place; of another one, only the last part of its name is kept. The first of several
-    matches that would have the same place gets it.
+    matches that would have the same place gets it. Patterns without a match are in `skipped`, for `NO_MATCH`.
     """
     seen: set[bytes] = set()
     places: set[bytes] = set()
@@ -220,7 +222,10 @@ def matching(patterns: Sequence[bytes], skipped: list[Skip]) -> Iterator[tuple[E
     for pattern in patterns:
         path = os.path.expanduser(pattern)
         is_named = os.path.lexists(path)
-        for match in [path] if is_named else sorted(glob.iglob(path, recursive=True)):
+        found = [path] if is_named else sorted(glob.iglob(path, recursive=True))
+        if not found:
+            skipped.append((pattern, NO_MATCH))
+        for match in found:
             clean = os.path.normpath(match)
             outside = clean.startswith(b"/") or clean.split(b"/")[0] == b".."
             kept = os.path.basename(clean) if outside else clean

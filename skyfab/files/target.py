@@ -322,10 +322,12 @@ def _same_time(one: int, other: int) -> bool:
     return one == other or (one // _SECOND == other // _SECOND and not (one % _SECOND and other % _SECOND))
 
 
-def is_at(folder: bytes, entry: Entry) -> bool:
-    """Whether a folder has this file already, as its size and time show."""
+def is_news(folder: bytes, entry: Entry) -> bool | None:
+    """Whether a file is newer than the one in a folder; None for the same one, as its size and time show."""
     try:
         about = os.stat(os.path.join(folder, entry.path), follow_symlinks=False)
     except OSError:
-        return False
-    return stat.S_ISREG(about.st_mode) and about.st_size == entry.size and _same_time(about.st_mtime_ns, entry.time)
+        return True
+    if stat.S_ISREG(about.st_mode) and about.st_size == entry.size and _same_time(about.st_mtime_ns, entry.time):
+        return None
+    return entry.time > about.st_mtime_ns

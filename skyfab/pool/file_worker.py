@@ -22,7 +22,7 @@ from skyfab.calls.pack import PackedCall, PackedFunction, pack_function
 from skyfab.calls.results import unpack_result
 from skyfab.errors import CallCancelled, HostLost, HostUnfit, ProtocolError, SkyfabError
 from skyfab.files.entries import MOST_ENTRIES, Entry
-from skyfab.files.target import is_at
+from skyfab.files.target import is_news
 from skyfab.files.transfer import Ready, check
 from skyfab.host.ask.files import serve
 from skyfab.pool.node import Node, WorkerSpec
@@ -49,8 +49,8 @@ class Remote:
         self._session = node.session
         self._worker = f"files.{next(_workers)}"
         self._spec = replace(spec, pipelined=True, reported=False, plain=True, claims=claims)
-        self.paths: dict[bytes, bool] = {}  # whether the file is as it is here
-        """Of all entries, after `list`."""
+        self.paths: dict[bytes, bool | None] = {}
+        """Of all entries, after `list`: whether the file is newer than the one here; None for the same one."""
         self._pages: deque[Any] = deque()
 
     def list(self, folder: bytes) -> None:
@@ -60,7 +60,7 @@ class Remote:
         while not pages or (pages[-1][0] and count <= MOST_ENTRIES):  # the transfer refuses more
             pages.append(check("rows", self.ask("rows")))
             count += len(pages[-1][0])
-            self.paths |= {entry.path: is_at(folder, entry) for entry in map(Entry.parse, pages[-1][0])}
+            self.paths |= {entry.path: is_news(folder, entry) for entry in map(Entry.parse, pages[-1][0])}
         self._pages = pages
 
     def ask(self, request: str, *arguments: Any) -> Answer | Ready:

@@ -15,8 +15,8 @@ from skyfab.calls.gitignore import as_git, is_kept
 from skyfab.calls.project import note_laid_out
 from skyfab.detached.written import current_folder, required_folder
 from skyfab.errors import ProtocolError, SkyfabError, UsageError
-from skyfab.files.entries import FILE, FOLDER, LINK, Entry, name, walk
-from skyfab.files.source import Source, and_above, expected
+from skyfab.files.entries import FILE, FOLDER, LINK, Entry, name, shown, walk
+from skyfab.files.source import NO_MATCH, Source, and_above, expected
 from skyfab.files.target import Target
 from skyfab.files.transfer import Here, Report, Side, Transfer, check
 from skyfab.pool.file_relay import SharedUpload
@@ -133,7 +133,7 @@ class Files:
     def download(self, paths: Sequence[AnyPath], to: AnyPath, nodes: Sequence[Node], *, apart: bool) -> list[Report]:
         """Copies files and folders from hosts; with `apart`, what several have into folders of the hosts' names.
 
-        Raises UsageError if there is nothing to copy on any host.
+        Raises UsageError after the rest if something of `paths` matches nothing on any host.
         """
         folder = Path(to).expanduser()
         folder = folder if folder.is_absolute() else required_folder() / folder
@@ -167,20 +167,28 @@ class Files:
             self._on_each(look, sources)
             is_lone = _lone({node.name: source for node, source in sources.items()}) if apart else lambda *_: True
             reports = self._on_each(fetch, sources)
-        empty = [report.host for report in reports if not report.entries]
-        if len(empty) == len(nodes):
-            if is_new:
-                with suppress(OSError):  # it is not empty
-                    folder.rmdir()
-            words = ", ".join(map(str, paths))
-            is_relative = not words.startswith(("/", "~"))
-            hint = f"looked in {places[empty[0]]}" if is_relative else None
-            if len(empty) > 1:
-                raise UsageError(f"no file matches {words} on {counted(len(empty), 'host')}", hint=hint)
-            raise UsageError(f"no file matches {words}", host=empty[0], hint=hint)
-        for host in empty:
-            self._events.emit(Notice(host=host, text=f"no file matches {', '.join(map(str, paths))}"))
+        if is_new and not any(report.entries for report in reports):
+            with suppress(OSError):  # it is not empty
+                folder.rmdir()
+        self._check_matches([*map(str, paths)], reports, places)
         return reports
+
+    def _check_matches(self, paths: Sequence[str], reports: Sequence[Report], places: Mapping[str, str]) -> None:
+        missed = {
+            report.host: [path for path in paths if not report.entries or (shown(path), NO_MATCH) in report.skipped]
+            for report in reports
+        }
+        nowhere = [path for path in paths if all(path in some for some in missed.values())]
+        for host, some in missed.items():
+            if rest := [path for path in some if path not in nowhere]:
+                self._events.emit(Notice(host=host, text=f"no file matches {', '.join(rest)}"))
+        if nowhere:
+            tell(self._events, [report for report in reports if report.entries])
+            first, words = reports[0].host, ", ".join(nowhere)
+            hint = None if words.startswith(("/", "~")) else f"looked in {places[first]}"
+            if len(reports) > 1:
+                raise UsageError(f"no file matches {words} on {counted(len(reports), 'host')}", hint=hint)
+            raise UsageError(f"no file matches {words}", host=first, hint=hint)
 
     # ---- one host
 
@@ -222,17 +230,19 @@ class Files:
             tell(self._events, [report for report in reports if report.entries])
             raise one_error(errors, len(remotes))
         for report in reports:
-            for path, why in report.skipped[:_SHOWN]:
+            skipped = [one for one in report.skipped if one[1] != NO_MATCH]
+            for path, why in skipped[:_SHOWN]:
                 self._events.emit(Notice(host=report.host, text=f"skipped {path}: {why}"))
-            if len(report.skipped) > _SHOWN:
-                self._events.emit(Notice(host=report.host, text=f"skipped {len(report.skipped) - _SHOWN} more"))
+            if len(skipped) > _SHOWN:
+                self._events.emit(Notice(host=report.host, text=f"skipped {len(skipped) - _SHOWN} more"))
         return reports
 
 
 def _lone(sources: Mapping[str, Remote]) -> Callable[[Entry, str], bool]:
     """Says of a host's entry whether it keeps its place: the host alone has it, or something in it.
 
-    So does a file that the others have as it is here: they were sent it, and this host has written it since.
+    So does a file that the others have as it is here, if it is newer: they were sent it, and this host has written it
+    since. If it is older, those of the others keep their place: they were fetched.
     """
     hosts: dict[bytes, list[str]] = {}
     for host, source in sources.items():
@@ -241,15 +251,19 @@ def _lone(sources: Mapping[str, Remote]) -> Callable[[Entry, str], bool]:
     names = {os.fsencode(host) for host in sources}
     lone: set[bytes] = set()
     for path, owners in hosts.items():
-        hosts[path] = owners if len(owners) == 1 else [host for host in owners if not sources[host].paths[path]]
-        if len(hosts[path]) == 1 and path.split(b"/")[0] not in names:
+        differ = [host for host in owners if sources[host].paths[path] is not None]
+        if len(differ) == 1 < len(owners) and not sources[differ[0]].paths[path]:
+            hosts[path] = [host for host in owners if host not in differ]
+        elif len(owners) > 1:
+            hosts[path] = differ
+        if (len(owners) == 1 or len(differ) == 1) and path.split(b"/")[0] not in names:
             lone.update(and_above(path))
 
     def is_lone(entry: Entry, host: str) -> bool:
         target = os.path.normpath(b"%s/../%s" % (entry.path, entry.link))
         if entry.kind == LINK and target in hosts and target not in lone:  # a link is beside its file
             return False
-        return entry.path in lone and (entry.kind == FOLDER or hosts[entry.path] == [host])
+        return entry.path in lone and (entry.kind == FOLDER or host in hosts[entry.path])
 
     return is_lone
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Final
 
 from skyfab._util.sizes import counted, rate_of
 from skyfab.errors import ProtocolError, SkyfabError, UsageError
-from skyfab.files.entries import words
-from skyfab.files.source import expected
+from skyfab.files.entries import shown, words
+from skyfab.files.source import NO_MATCH, expected
 from skyfab.files.target import Target
 from skyfab.files.transfer import CHANGED, Here, Report, Transfer, check
 from skyfab.pool.file_worker import Remote, fits
@@ -153,6 +153,9 @@ class Mirror:
                 looks -= 1
                 self._stopped.wait(_MOMENT)
             else:
+                if not self._listed[report.host]:
+                    what = ", ".join(map(shown, self._patterns))
+                    self._events.emit(Notice(host=report.host, text=f"nothing to mirror: no file matches {what}"))
                 return
         what = f"{counted(changing, 'file')} not mirrored: still being written"
         self._events.emit(Notice(host=report.host, text=what))
@@ -171,7 +174,8 @@ class Mirror:
         for name in ("sent", "sent_size", "seconds"):
             setattr(report, name, getattr(report, name) + getattr(transfer.report, name))
         for path, why in transfer.report.skipped:
-            is_new = why != CHANGED and (path, why) not in report.skipped  # changed and removed files are normal
+            # Files that change, are removed or do not exist yet are normal.
+            is_new = why not in (CHANGED, NO_MATCH) and (path, why) not in report.skipped
             if is_new and len(report.skipped) < _SHOWN:
                 report.note(path, why)
                 self._events.emit(Notice(host=report.host, text=f"skipped {path}: {why}"))

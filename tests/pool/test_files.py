@@ -33,6 +33,9 @@ def serve(folder: Path, pipe: Any) -> None:
     os.chdir(folder)
     vars(host_files).update(note_transferred=lambda *_: None, own_folder=lambda: "/run/worker")
     while (found := pipe.recv()) is not None:
+        if found == "released":  # the next worker is another process
+            vars(host_files).update(_mirror=None)
+            continue
         *arguments, _ = codec.loads(*found)
         reply = host_files.serve(*arguments)
         pipe.send((reply.data, [bytes(buffer) for buffer in reply.buffers]))
@@ -73,6 +76,7 @@ class Served:
 
     def release(self, worker: str) -> None:
         self.released.append(worker)
+        self._pipe.send("released")
 
     def close(self) -> None:
         self._pipe.send(None)
@@ -255,6 +259,21 @@ def test_a_download_apart(files: Files, here: Path, nodes: list[Any]) -> None:
     assert [report.folder for report in reports] == [".", "."]
 
 
+@pytest.mark.parametrize("newer", ["n1", "n2"])
+def test_a_download_is_repeated_without_another_result(files: Files, here: Path, nodes: list[Any], newer: str) -> None:
+    """Each host has another version: the one that was fetched is not replaced by an older one, nor in turn by both."""
+    for node in nodes:
+        fill(node.folder, out=node.name)
+        os.utime(node.folder / "out", (0, 2e9 if node.name == newer else 1e9))
+    files.download(["out"], ".", nodes[:1], apart=False)
+    assert tree(here) == {"out": "n1"}
+    for _ in range(2):
+        reports = files.download(["out"], ".", nodes, apart=True)
+    assert sum(report.sent for report in reports) == 0
+    older = "n1" if newer == "n2" else "n2"
+    assert tree(here) == {"out": newer, f"{older}/out": older}
+
+
 def test_hosts_send_and_receive_at_the_same_time(files: Files, here: Path, nodes: list[Any]) -> None:
     """Each request waits for that to the other host."""
     fill(here, d__a="a")
@@ -303,6 +322,12 @@ def test_nothing_matches(files: Files, here: Path, nodes: list[Any], events: lis
     fill(nodes[1].folder, a_pt="a")
     assert [report.entries for report in files.download(["*.pt"], "old", nodes, apart=False)] == [0, 1]
     assert notices(events) == [("n1", "no file matches *.pt")]
+    events.clear()
+    fill(nodes[1].folder, log="x")
+    with pytest.raises(sky.UsageError, match=r"no file matches b, \*\.py on 2 hosts"):
+        files.download(["b", "log", "*.pt", "*.py"], "old", nodes, apart=True)
+    assert tree(here) == {"old/a.pt": "a", "old/log": "x"}, "the rest is fetched"
+    assert notices(events)[0] == ("n1", "no file matches log, *.pt")
 
 
 # ---- what goes wrong

@@ -13,35 +13,21 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import test_files
 from stage.spot import until
 from test_files import SPEC, Served, fill, notices, tree
 
 from skyfab.errors import ProtocolError, UsageError
 from skyfab.files.source import PIECE
 from skyfab.host import mirror as host_mirror
-from skyfab.host.ask import files as host_files
 from skyfab.pool import mirror
 from skyfab.pool.file_worker import Remote
 from skyfab.pool.mirror import Mirror
-from skyfab.protocol import codec
 from skyfab.ui.events import Event, Events
-
-
-def serve(folder: Path, pipe: Any) -> None:
-    """What a worker on a host does."""
-    os.chdir(folder)
-    vars(host_files).update(note_transferred=lambda *_: None, own_folder=lambda: "/run/worker")
-    while (found := pipe.recv()) is not None:
-        *arguments, _ = codec.loads(*found)
-        reply = host_files.serve(*arguments)
-        pipe.send((reply.data, [bytes(buffer) for buffer in reply.buffers]))
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing takes long."""
-    monkeypatch.setattr(test_files, "serve", serve)
     monkeypatch.setattr(host_mirror, "_QUIET", (0.1, 0.05))
     for name, seconds in (("_PACE", 0.05), ("_LONGEST", 0.1), ("_RETRY", 0.05), ("_MOMENT", 0.1)):
         monkeypatch.setattr(mirror, name, seconds)
@@ -288,6 +274,15 @@ def test_each_of_several_hosts_has_a_folder(here: Path, nodes: list[Any], open_m
     reports = open_mirror(to="results", on=nodes).stop()
     assert tree(here) == {"results/n1/ckpt/log": "n1", "results/n2/ckpt/log": "n2"}
     assert [report.folder for report in reports] == ["results/n1", "results/n2"]
+
+
+def test_what_matches_nothing_until_the_end_is_named(
+    here: Path, nodes: list[Any], open_mirror: Open, events: list[Event]
+) -> None:
+    fill(nodes[0].folder, ckpt__a="a")
+    with open_mirror("ckpt", "nope", on=nodes):
+        pass
+    assert notices(events) == [("n2", "nothing to mirror: no file matches ckpt, nope")]
 
 
 def test_two_mirrors_into_one_folder_are_refused(here: Path, nodes: list[Any], open_mirror: Open) -> None:

@@ -61,7 +61,8 @@ class GpuOptions:
         few = {node.name: len(node.gpus) for node in compute.hosts if len(node.gpus) < (self.gpus or 1)}
         if self.claims and few:
             has = ", ".join(f"{host} has {counted(count, 'GPU')}" for host, count in few.items())
-            raise UsageError(f"--gpus={self.gpus or 1}: {has}", hint="choose other hosts, or fewer GPUs")
+            typed = "--when-free" if self.gpus is None else f"--gpus={self.gpus}"
+            raise UsageError(f"{typed}: {has}", hint="choose other hosts, or fewer GPUs")
         is_low = self.priority == "low"
         is_command = call.function.fn is execute
         settings = {

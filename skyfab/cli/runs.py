@@ -173,6 +173,7 @@ def logs(
         skyfab logs night --since=10m --timestamps
     """
     from skyfab.detached.find import attached
+    from skyfab.detached.sweep import LABEL
 
     begin = options.begin
     try:
@@ -188,7 +189,12 @@ def logs(
         fetch_remembered(found)
     if found.state == "failed":
         why = f": {clean(found.error, colour=False)}" if found.error else ""
-        print(HINTS.adapted(f"the run failed{why}\nto see the traceback: skyfab attach {id_}"), file=sys.stderr)
+        more = (
+            f"which: skyfab sweep {id_}" if found.function.startswith(LABEL) else f"the traceback: skyfab attach {id_}"
+        )
+        print(HINTS.adapted(f"the run failed{why}\nto see {more}"), file=sys.stderr)
+    elif found.state == "lost":
+        print(HINTS.adapted(f"the run was lost; to see why: skyfab attach {id_}"), file=sys.stderr)
     return 0
 
 

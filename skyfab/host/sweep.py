@@ -134,7 +134,7 @@ def sweep(plan: dict[str, Any]) -> None:
     head.close()
     if missing := len(waiting) - trials.states.count("done"):
         count = len(plan["trials"])
-        raise SkyfabError(f"{count - missing} of {count} trials are done")
+        raise SkyfabError(f"only {count - missing} of {count} trials are done")
 
 
 class SlotGpus:

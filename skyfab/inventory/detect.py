@@ -36,5 +36,5 @@ def read(given: str | os.PathLike[str]) -> Contents:
 
 def source_of(path: Path) -> Source:
     """The source that a file is of. Raises InventoryError if it is not readable, or ambiguous."""
-    text = "" if path.is_dir() else read_text(path, hint="check the path; to start, copy inventory.example.toml")
+    text = "" if path.is_dir() else read_text(path, hint="check the path; to create an inventory: skyfab init")
     return next(source for source in _SOURCES if source.matches(path, text))

@@ -207,7 +207,7 @@ class Actor:
                 self._advance(everything=True)
                 self._send(packed, reply)
             try:
-                return self._wait(packed.label, reply, f"while the pool is open, {packed.label} continues")
+                return self._wait(packed.label, reply, f"until the pool is closed, {packed.label} continues")
             except (HostLost, CallCancelled) as error:
                 raise self.lost(f"its host is lost: {error.message}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import os
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from skyfab._util.suggest import did_you_mean
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.inventory.ssh_config import known_settings, loop_of
+from skyfab.inventory.ssh_config import CONFIG, known_settings, loop_of
 from skyfab.ssh import keys
 from skyfab.ssh.logins import ServerBusy
 from skyfab.ui.prompt import TERMINAL
@@ -21,7 +22,10 @@ _TYPED = ("password", "keyboard-interactive")
 
 def by_hand(host: Host, command: str = "", jumps: Sequence[Host] = ()) -> str:
     """The ssh command that a user would type to reach the host."""
-    words = ["ssh", *(["-p", str(host.port)] if host.port else []), *(["-i", host.identity] if host.identity else [])]
+    config = os.environ.get(CONFIG)
+    words = ["ssh", *(["-F", config] if config else [])]
+    words += ["-p", str(host.port)] if host.port else []
+    words += ["-i", host.identity] if host.identity else []
     if jumps:
         words += ["-J", ",".join(jump.login for jump in jumps)]
     place = host.destination if host.user is None else f"{host.user}@{host.destination}"

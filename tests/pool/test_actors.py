@@ -703,7 +703,7 @@ def test_ctrl_c_says_what_becomes_of_the_call(compute: sky.Compute) -> None:
         interrupt_soon()
         with pytest.raises(KeyboardInterrupt) as raised:
             slow.nap(1.5)
-        assert vars(raised.value)["stopped"] == "while the pool is open, Slow.nap continues on local"
+        assert vars(raised.value)["stopped"] == "until the pool is closed, Slow.nap continues on local"
         assert slow.nap(0) == 2
         interrupt_soon()
         with pytest.raises(KeyboardInterrupt) as raised:

@@ -120,7 +120,7 @@ def test_a_port_where_nothing_listens(lab: Lab, hosts_of: Hosts, transport: str)
     error = failure(*hosts_of(transport, 1, port=1))
     is_clear(error, sky.Unreachable, "refused" if transport == "openssh" else "Unable to connect to port 1")
     assert isinstance(error, ConnectionError)
-    assert "ssh -p 1" in (error.hint or "")
+    assert " -p 1 " in (error.hint or "")
 
 
 @both

@@ -16,7 +16,7 @@ import types
 
 import cloudpickle
 
-from skyfab.protocol.blobs import LARGE, allocate, forget_unused, object_in
+from skyfab.protocol.blobs import LARGE, allocate, bytes_in, forget_unused
 
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Payload:
         self.refs = refs
         """The buffers that are packed objects: `id` of the buffer to name of its content."""
         self.kinds = kinds
-        """The buffers that are bytes or a bytearray: `id` of the buffer to which of them (`blobs.KINDS`)."""
+        """The buffers that are bytes: `id` of the buffer to the kind (`blobs.KINDS`)."""
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -218,6 +218,8 @@ class _Beside:
         """
         if len(piece) >= LARGE and len(self.buffers) < BESIDE:
             for opcode, width, restore, kind in _OPCODES:
+                if len(piece) >> 8 * width:
+                    continue
                 head = opcode + len(piece).to_bytes(width, "little")
                 if self.pieces and self.pieces[-1].endswith(head):
                     call = f"c{__name__}\n{restore.__name__}\n".encode() + pickle.NEXT_BUFFER
@@ -230,12 +232,8 @@ class _Beside:
         self.pieces.append(piece)
 
 
-def _bytes(memory: Buffer) -> bytes:
-    return object_in(memory, bytes)
-
-
 def _bytearray(memory: Buffer) -> bytearray:
-    return object_in(memory, bytearray)
+    return bytearray(memory)
 
 
 def _str(memory: Buffer) -> str:
@@ -243,9 +241,9 @@ def _str(memory: Buffer) -> str:
 
 
 _OPCODES: Final = (
-    (pickle.BINBYTES, 4, _bytes, "bytes"),
-    (pickle.BINBYTES8, 8, _bytes, "bytes"),
-    (pickle.BYTEARRAY8, 8, _bytearray, "bytearray"),
+    (pickle.BINBYTES, 4, bytes_in, "bytes"),
+    (pickle.BINBYTES8, 8, bytes_in, "bytes"),
+    (pickle.BYTEARRAY8, 8, _bytearray, ""),
     (pickle.BINUNICODE, 4, _str, ""),
     (pickle.BINUNICODE8, 8, _str, ""),
 )

@@ -8,7 +8,9 @@ object was pickled earlier: the pickle only refers to its content, and the recei
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
+import operator
 import pickle
 import struct
 import sys
@@ -278,6 +280,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
                 return _exception, (type(obj), obj.args, obj.__dict__)
             if getattr(copyreg.dispatch_table.get(type(obj)), "__module__", "").startswith("tblib"):
                 return obj.__reduce_ex__(5)  # other libraries install tblib, which the receiver may lack
+        if type(obj) is functools._lru_cache_wrapper and not _is_importable(obj):
+            return _cached, (obj.cache_parameters(),), obj.__wrapped__, None, None, functools.update_wrapper
         if isinstance(obj, Packed):
             return unpack, (self._referred(obj),)
         if self._untyped is not None:
@@ -305,6 +309,26 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
     def _holder(self, untyped: Any) -> _Storage:
         """One holder per storage, so that pickle's memo sends it once and restores the sharing."""
         return self.storages.setdefault(untyped._cdata, _Storage(untyped, self._same_gpus))
+
+
+def _is_importable(function: Any) -> bool:
+    """Whether hosts can import a function by its name."""
+    by_value = {"__main__", *cloudpickle.cloudpickle.list_registry_pickle_by_value()}
+    try:
+        found = operator.attrgetter(function.__qualname__)(sys.modules[function.__module__])
+    except (AttributeError, KeyError):
+        return False
+    return found is function and function.__module__ not in by_value
+
+
+def _cached(parameters: dict[str, Any]) -> Any:
+    """A function with an empty cache. Pickle then gives it the function to call, which may refer to it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return cached.__wrapped__(*args, **kwargs)
+
+    cached = functools.lru_cache(**parameters)(call)
+    return cached
 
 
 def _is_plain(kind: type[BaseException]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import copyreg
+import functools
 import pickle
 import subprocess
 import sys
@@ -255,6 +256,42 @@ def test_importing_the_codec_does_not_import_numpy_or_torch() -> None:
     code = "import sys, skyfab.protocol.codec as c; c.loads(c.dumps([1, lambda: 2]).data)[1](); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"numpy", "torch"} & set(loaded)
+
+
+# ---- functions with a cache
+
+
+def test_a_function_with_a_cache_that_hosts_cannot_import_comes_back() -> None:
+    """Its cache is empty; it may call itself, and be a method."""
+
+    @functools.lru_cache(maxsize=90, typed=True)
+    def fibonacci(n: int) -> int:
+        """Adds."""
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    class Model:
+        @functools.cache  # noqa: B019
+        def double(self, x: int) -> int:
+            return 2 * x
+
+    fibonacci(10)
+    again = there(fibonacci)
+    assert again is not fibonacci
+    assert (again(80), again.cache_info().misses, fibonacci.cache_info().misses) == (23416728348467685, 81, 11)
+    assert (again.__name__, again.__doc__, again.cache_parameters()) == (
+        "fibonacci",
+        "Adds.",
+        fibonacci.cache_parameters(),
+    )
+    assert there(again)(30) == fibonacci(30)
+    assert there(Model)().double(4) == 8
+    assert there(importable) is importable
+
+
+@functools.cache
+def importable(x: int) -> int:
+    """Hosts can import it."""
+    return x
 
 
 # ---- exceptions

@@ -135,8 +135,7 @@ def dumper() -> Callable[[Any], Payload]:
 
 def dumps_exception(error: Exception) -> Payload:
     """Pickles an exception without its traceback, which cannot be pickled. Raises whatever pickling raises."""
-    error.__traceback__ = None
-    return dumps(error)
+    return dumps(error.with_traceback(None))  # not by assignment, which its class may forbid
 
 
 def loads(data: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
@@ -277,7 +276,8 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return found
         if isinstance(obj, BaseException):
             if _is_plain(type(obj)):
-                return _exception, (type(obj), obj.args, obj.__dict__)
+                reduced: Any = obj.__reduce__()
+                return _exception, (type(obj), reduced[1], obj.args, *reduced[2:])
             if getattr(copyreg.dispatch_table.get(type(obj)), "__module__", "").startswith("tblib"):
                 return obj.__reduce_ex__(5)  # other libraries install tblib, which the receiver may lack
         if type(obj) is functools._lru_cache_wrapper and not _is_importable(obj):
@@ -332,28 +332,30 @@ def _cached(parameters: dict[str, Any]) -> Any:
 
 
 def _is_plain(kind: type[BaseException]) -> bool:
-    """Whether the class inherits pickling from BaseException.
+    """Whether the class inherits pickling from a built-in exception.
 
     That calls the class's own constructor with `args`, which may not match its signature.
     """
     return (
         isinstance(kind.__init__, types.FunctionType)
-        and kind.__reduce__ is BaseException.__reduce__
+        and isinstance(kind.__reduce__, types.MethodDescriptorType)
         and kind.__reduce_ex__ is object.__reduce_ex__
         and kind.__setstate__ is BaseException.__setstate__
     )
 
 
-def _exception(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    """Restores an exception without calling its own constructor."""
-    error = kind.__new__(kind, *args)
+def _exception(
+    kind: type[BaseException], made_from: tuple[Any, ...], args: tuple[Any, ...], *state: dict[str, Any]
+) -> BaseException:
+    """Restores an exception without calling its own constructor or `__setattr__`."""
+    error = kind.__new__(kind, *made_from)
     builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
     try:
-        builtin.__init__(error, *args)  # type: ignore[misc]  # some built-in types store more than `args`
+        builtin.__init__(error, *made_from)  # type: ignore[misc]  # some built-in types store more than `args`
     except TypeError:
         pass
-    error.args = args
-    error.__dict__.update(state)
+    for name, value in {**(state[0] if state else {}), "args": args}.items():
+        object.__setattr__(error, name, value)
     return error
 
 

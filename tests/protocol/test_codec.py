@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tracemalloc
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -329,6 +330,22 @@ class Inherited(OSError):
     """No constructor of its own."""
 
 
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class Missing(OSError):
+    def __init__(self, path: str) -> None:
+        super().__init__(2, "not there", path)
+        self.path = path
+
+
+class Unloaded(ImportError):
+    def __init__(self, module: str) -> None:
+        super().__init__("not loaded", name=module)
+
+
 class Stopped(StopIteration):
     def __init__(self, *, after: int) -> None:
         super().__init__(after)
@@ -376,6 +393,22 @@ def test_an_exception_without_a_constructor_of_its_own_comes_back_as_python_does
     assert type(again) is type(error)
     assert (again.errno, again.filename) == (2, "/a")
     assert b"_exception" not in dumps(error).data
+
+
+def test_an_exception_that_forbids_assignments_comes_back() -> None:
+    try:
+        raise Frozen(3)
+    except Frozen as error:
+        payload = codec.dumps_exception(error)
+    again = loads(payload.data)
+    assert (type(again), again.code, again.args) == (Frozen, 3, (3,))
+
+
+def test_an_own_constructor_of_an_exception_with_attributes_of_python_is_not_called() -> None:
+    missing, unloaded = there(Missing("/a")), there(Unloaded("module"))
+    assert (type(missing), missing.errno, missing.filename, missing.args) == (Missing, 2, "/a", (2, "not there"))
+    assert (missing.path, str(missing)) == ("/a", str(Missing("/a")))
+    assert (type(unloaded), unloaded.name, unloaded.args) == (Unloaded, "module", ("not loaded",))
 
 
 def test_what_a_built_in_exception_keeps_beside_its_args_comes_back() -> None:

@@ -68,7 +68,8 @@ def test_types_and_content_arrive_exactly(value: Any, kind: type) -> None:
 def test_bytes_are_received_into_their_own_memory() -> None:
     data, memory = received(codec.dumps([os.urandom(SIZE)]))
     (found,) = codec.loads(data, [memory])
-    assert found is memory.obj.owner
+    area: Any = memory.obj
+    assert found is area.owner
 
 
 def test_a_bytearray_can_be_resized_where_it_was_received() -> None:

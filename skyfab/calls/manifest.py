@@ -21,6 +21,12 @@ from skyfab.errors import UsageError
 _BLOCK: Final = re.compile(r"(?m)^# /// script$\s(?P<content>(?:^#(?:| .*)$\s)+)^# ///$")
 """As PEP 723 has it."""
 _TORCH: Final = frozenset({"torch", "torchvision", "torchaudio"})
+_CONDITIONS: Final = frozenset({"marker", "extra", "group"})
+"""Keys of a source that say when it is used."""
+_FOR_VERSIONS: Final = frozenset(
+    {"constraint-dependencies", "exclude-newer", "override-dependencies", "prerelease", "resolution"}
+)
+"""Settings of uv that select other versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +43,14 @@ class Manifest:
 
 def find(path: Path, *, script_only: bool = False) -> Manifest | None:
     """The environment of a script or folder: its own, or else the nearest project's. Raises UsageError."""
+    try:
+        return _find(path, script_only)
+    except (AttributeError, KeyError, TypeError) as error:
+        what = f"{_shown(path)}: invalid [tool.uv] or uv.lock: {error!r}"
+        raise UsageError(what, hint="uv lock") from error
+
+
+def _find(path: Path, script_only: bool) -> Manifest | None:
     script = path.absolute() if path.is_file() else None
     if script is not None and (manifest := _of_script(script)) is not None:
         return manifest
@@ -138,6 +152,7 @@ class _Sources:
 
     def __init__(self, settings: Mapping[str, Any], shown: str, base: Path) -> None:
         self._shown, self._base = shown, base
+        self._settings = settings
         self._sources = {canonicalize_name(name): value for name, value in settings.get("sources", {}).items()}
         self._indexes = {str(one.get("name", "")): one for one in settings.get("index", [])}
 
@@ -153,6 +168,8 @@ class _Sources:
 
     def translated(self, wanted: Sequence[str]) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
         """The requirements, and the indexes that serve some of them."""
+        if wanted and (named := _FOR_VERSIONS & self._settings.keys()):
+            raise self._refused(f"its [tool.uv] has {min(named)}")
         for name, index in self._indexes.items():
             if not index.get("explicit"):
                 raise self._refused(f"its index {name or index.get('url')} serves all packages")
@@ -164,10 +181,11 @@ class _Sources:
         requirement = self._requirement(text)
         name = canonicalize_name(requirement.name)
         source = self._sources.get(name)
-        if source is None or (name in _TORCH and isinstance(source, list)):  # each host has the torch that fits it
+        differs = isinstance(source, list) or (isinstance(source, dict) and not _CONDITIONS.isdisjoint(source))
+        if source is None or (name in _TORCH and differs):  # each host has the torch that fits it
             return text
-        if not isinstance(source, dict):
-            raise self._refused(f"{name} has several sources")
+        if differs:
+            raise self._refused(f"{name} has several sources, or one for some cases only")
         if "index" in source:
             index = self._indexes.get(source["index"])
             if index is None:
@@ -196,7 +214,9 @@ class _Sources:
         raise self._refused(f"{name} is a part of its workspace")
 
     def _refused(self, why: str) -> UsageError:
-        return UsageError(f"{self._shown} has no uv.lock, and {why}", hint="uv lock")
+        if self._shown.endswith(".toml"):
+            return UsageError(f"{self._shown} has no uv.lock, and {why}", hint="uv lock")
+        return UsageError(f"{self._shown} has no lock, and {why}", hint=f"uv lock --script {self._shown}")
 
 
 def listed(path: Path, above: tuple[str, ...] = ()) -> list[str]:
@@ -213,7 +233,7 @@ def listed(path: Path, above: tuple[str, ...] = ()) -> list[str]:
         line = line.strip()
         other = re.fullmatch(r"(?:-r\s*|--requirement[\s=]\s*)(\S.*)", line)
         if other:
-            found += listed(path.parent / other[1], (*above, here))
+            found += listed(path.parent / other[1].strip("\"'"), (*above, here))
         elif line.startswith("-") and not re.fullmatch(r"(-e|--editable)\s*\.", line):
             raise UsageError(f"{path}: only requirements are supported, not {line!r:.80}", hint="--index=URL=packages")
         elif line not in ("", ".") and not line.startswith("-"):  # the project's own modules are sent anyway

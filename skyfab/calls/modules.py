@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import re
 import site
 import sys
 import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from importlib.machinery import BuiltinImporter, FrozenImporter, PathFinder
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -31,6 +33,8 @@ _IMPORT: Final = re.compile(rf"from\b[ \t]*(\.*)([\w.]*)[ \t]*\bimport\b[ \t]*({
 _NAME: Final = re.compile(r"(?:^|[,(])(?:\s|\\\n|#.*\n)*([^\W\d][\w.]*)")
 _TEXT: Final = re.compile(r"""["']([^\W\d]\w*(?:\.\w+)*)["']""")
 _INIT: Final = "__init__.py"
+_STANDARD: Final = (BuiltinImporter, FrozenImporter, PathFinder)
+"""Finders of modules that are in no other folders than those of `sys.path`."""
 
 Place = tuple[str, str]
 """A folder of `sys.path`, and the same or a folder in it."""
@@ -52,6 +56,8 @@ class Modules:
         self._absent = {"skyfab"}
         """First parts of names that no folder has, or that hosts have."""
         self._packages: set[str] = set()
+        self._elsewhere: list[str] = []
+        """Folders of modules that only an import finder finds, as that of an editable install."""
         self.found: dict[bytes, tuple[str, Entry]] = {}
         """The folder of `sys.path` and the entry of each file, by its path."""
         self.folders = {folder for folder, _ in self._places if os.path.isdir(folder)}
@@ -70,7 +76,7 @@ class Modules:
     def roots(self) -> list[str]:
         """The folders of `sys.path` in which modules were found."""
         used = {root for root, _ in self.found.values()}
-        return [folder for folder, _ in self._places if folder in used]
+        return [folder for folder in dict.fromkeys([*dict(self._places), *self._elsewhere]) if folder in used]
 
     def add(self, names: Iterable[str]) -> None:
         """Adds the modules of these names, and those that they import, if they are the user's own."""
@@ -79,32 +85,44 @@ class Modules:
             name = waiting.pop()
             if name not in self._seen and name.partition(".")[0] not in self._absent:
                 self._seen.add(name)
-                for root, entry, path in self._files_of(name.split("."), self._places):
+                for root, entry, path in self._files_of(name.split(".")):
                     if path not in self.found:
                         self.found[path] = (root, entry)
                         waiting += self._names_in(entry, path)
 
-    def _files_of(self, words: Sequence[str], places: Sequence[Place]) -> Iterator[tuple[str, Entry, bytes]]:
-        """The files of a module, in the order in which Python looks for it."""
+    def _files_of(self, words: Sequence[str], places: Sequence[Place] = ()) -> Iterator[tuple[str, Entry, bytes]]:
+        """The files of a module, in the order in which Python looks for it; `places` are those of its package."""
         name, *rest = words
         inner: list[Place] = []
-        for root, folder in places:
+        for root, folder in places or itertools.chain(self._places, self._found(name)):
             place = f"{folder}/{name}"
             if os.path.isfile(f"{place}/{_INIT}"):
                 inner = [(root, place)]
                 yield from self._package(root, place)
                 break
             if os.access(f"{place}.py", os.R_OK):
+                self.folders.add(folder)
                 for entry, path in files_below(f"{place}.py", os.path.relpath(f"{place}.py", root)):
                     yield root, entry, path
                 return
             if os.path.isdir(place):  # a namespace package: only the modules in it that are named
                 inner.append((root, place))
         self.folders |= {place for _, place in inner}
-        if not inner and places is self._places:
+        if not inner and not places:
             self._absent.add(name)
         if rest and inner:
             yield from self._files_of(rest, inner)
+
+    def _found(self, name: str) -> Iterator[Place]:
+        """The folder of a top-level module of the user's own that is loaded, or that an import finder finds."""
+        with contextlib.suppress(Exception):  # whatever a finder raises, or a module without a specification
+            finders = (finder.find_spec for finder in sys.meta_path if finder not in _STANDARD)
+            specs = [sys.modules[name].__spec__] if name in sys.modules else (find(name, None) for find in finders)
+            file = next((spec.origin for spec in specs if spec is not None), None) or ""
+            place = file.removesuffix(f"/{_INIT}").removesuffix(".py")
+            if os.path.basename(place) == name and _is_own(file):
+                self._elsewhere.append(os.path.dirname(place))
+                yield self._elsewhere[-1], self._elsewhere[-1]
 
     def _package(self, root: str, folder: str) -> Iterator[tuple[str, Entry, bytes]]:
         if folder in self._packages:

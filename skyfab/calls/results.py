@@ -169,7 +169,7 @@ def _noted(error: BaseException, host: str) -> str:
     if note is None:
         return ""
     if hasattr(error, "add_note"):
-        with contextlib.suppress(TypeError):  # the exception may have an unusual `__notes__`
+        with contextlib.suppress(Exception):  # it may refuse attributes, or have unusual `__notes__`
             error.add_note(note)
         return ""
     return f"\n{note}"

@@ -49,15 +49,12 @@ def prepare(
         skyfab prepare --pip=torch --index=https://download.pytorch.org/whl/cu126=torch
     """
     from skyfab.cli.host_selection import selected
-    from skyfab.cli.project_settings import ProjectSettings
-    from skyfab.cli.run_environment import image_of
 
     options = ImageOptions(
         pip=pip, with_=with_, index=index, requirements=requirements, apt=apt, install=install, python=python
     )
     found, chosen = selected(hosts, inventory, quiet=json_)
-    script = Path.cwd() / "main.py"  # need not be there: its folder counts
-    image = image_of(script, options, ProjectSettings.of(script), chosen, no_project=False)
+    image = _image(options, chosen)
     if lock is not None and not image.pip:
         raise UsageError("--lock needs packages", hint="name some: --pip=numpy")
     image = replace(image, excludes=("*",))  # no file of the caller's project is needed
@@ -66,6 +63,20 @@ def prepare(
     _build(image, chosen, found, as_json=json_)
     if lock is not None:
         _write_lock(Path(lock), image, chosen, quiet=json_)
+
+
+def _image(options: ImageOptions, hosts: Sequence[Host]) -> Image:
+    """The image of the options, else of the project in the current folder, with the plugins that it names."""
+    from skyfab.cli.project_settings import ProjectSettings
+    from skyfab.cli.run_environment import image_of, plugins_of
+
+    script = Path.cwd() / "main.py"  # need not be there: its folder counts
+    settings = ProjectSettings.of(script)
+    image = image_of(script, options, settings, hosts, no_project=False)
+    for plugin in () if options.name_packages else plugins_of(settings.plugins):
+        for host in hosts:
+            image = plugin.transform(image, host)
+    return image
 
 
 # ---- building

@@ -122,8 +122,9 @@ def fetched(packages: Sequence[Package], progress: Callable[[int, int], None]) -
 
 
 def missing(shell: Shell, packages: Sequence[Package]) -> list[Package]:
-    """Returns the packages that the host does not have."""
-    lacking = set(shell.run(given(packages="\n".join(package.place for package in packages)) + _MISSING).splitlines())
+    """Returns the packages that the host does not have, or has damaged."""
+    listed = "\n".join(f"{package.size} {package.place}" for package in packages)
+    lacking = set(shell.run(given(packages=listed) + _MISSING).splitlines())
     return [package for package in packages if package.place in lacking]
 
 

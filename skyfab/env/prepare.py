@@ -181,6 +181,11 @@ def check(image: Image, python: str) -> None:
             f"{HINTS.image('python', image.python)} is used unchanged: nothing is installed into it",
             hint="omit python, or omit pip, lock and apt",
         )
+    if image.lock and not (image.is_exact or image.pip):
+        raise UsageError(
+            f"{HINTS.image('lock', image.lock)} only fixes the versions of packages, and no packages are named",
+            hint=f"name them in {HINTS.image('pip')}, or use Image.of_project()",
+        )
     wanted = image.python if image.python[0].isdigit() else python
     if wanted.split(".")[:2] != python.split("."):
         raise UsageError(

@@ -371,10 +371,9 @@ class Resolver:
 
 
 def _stamp(text: str) -> str:
-    """Changes with the files of a requirement that is a folder of this machine."""
-    url = requirement(text).url or ""
-    folder = Path(unquote(urlsplit(url).path))
-    return uv.stamp(folder) if url.startswith("file:") and folder.is_dir() else ""
+    """Changes with a requirement that is a file or folder of this machine."""
+    url = urlsplit(requirement(text).url or "")
+    return uv.stamp(Path(unquote(url.path))) if url.scheme == "file" else ""
 
 
 def requirement(text: str) -> Requirement:

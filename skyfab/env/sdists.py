@@ -62,7 +62,7 @@ class Source:
 
     @property
     def key(self) -> str:
-        what = self.sha256 or self.commit or uv.stamp(_path(self.url))
+        what = self.sha256 or self.commit or uv.stamp(_path(self.url), self.inner)
         parts = [uv.bare(self.url), what, self.inner, sys.version, platform.machine()]
         return uv.sum_of(json.dumps(parts))
 

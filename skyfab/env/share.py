@@ -93,12 +93,20 @@ class Sharing:
                 while name in self._expecting:
                     if not self._has_begun and (not self._undecided or time.monotonic() > until):
                         self._has_begun = True
-                        threading.Thread(target=self._run, args=(self._deliver,), daemon=True).start()
+                        self._start(self._deliver)
                     self._changed.wait(_LOOK)
                     check()
             finally:
                 self._expecting.discard(name)
         return True
+
+    def _start(self, deliver: Deliver) -> None:
+        try:
+            threading.Thread(target=self._run, args=(deliver,), daemon=True).start()
+        except RuntimeError as error:  # the system starts no more threads: each host is sent what it lacks
+            _LOG.debug("packages are not relayed: %s", error)
+            self._expecting.clear()
+            self._changed.notify_all()
 
     def _run(self, deliver: Deliver) -> None:
         try:

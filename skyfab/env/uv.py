@@ -335,14 +335,14 @@ def sum_of(text: str) -> str:
     return name_of(text.encode(errors="surrogatepass"))
 
 
-def stamp(folder: Path) -> str:
-    """Changes when a file below the folder changes."""
-    return sum_of(repr(sorted(_files(folder))))
+def stamp(source: Path, inner: str = "") -> str:
+    """Changes when a file changes, or one below a folder; `inner` is the package's own folder in it."""
+    return sum_of(repr(sorted(_files(source, inner))))
 
 
-def _files(folder: Path) -> Iterator[tuple[str, int, int]]:
-    for place, folders, files in os.walk(folder):
-        skipped = _NO_SOURCE | _RESULTS if Path(place) == folder else _NO_SOURCE
+def _files(source: Path, inner: str) -> Iterator[tuple[str, int, int]]:
+    for place, folders, files in os.walk(source) if source.is_dir() else [(str(source.parent), [], [source.name])]:
+        skipped = _NO_SOURCE | _RESULTS if Path(place) in (source, source / inner) else _NO_SOURCE
         folders[:] = [name for name in folders if name not in skipped and not name.endswith(".egg-info")]
         for name in files:
             path = Path(place, name)

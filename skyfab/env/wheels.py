@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
@@ -24,7 +24,7 @@ from packaging.tags import Tag, compatible_tags, cpython_tags, mac_platforms
 from skyfab._util.cache import cache_folder
 from skyfab.env import uv
 from skyfab.env.facts import Target
-from skyfab.errors import SkyfabError
+from skyfab.errors import SkyfabError, UsageError
 
 _PIECE = 256 * 1024
 _TRIES = 3
@@ -251,7 +251,7 @@ class _Source:
             if proxy := next((environ[name] for name in names if environ.get(name)), ""):
                 proxies[scheme] = proxy
         self._opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler(proxies), _Login(environ, {**uv.logins(environ), **own}), _Https(environ)
+            _Proxies(proxies), _Login(environ, {**uv.logins(environ), **own}), _Https(environ)
         )
         seconds = environ.get("UV_HTTP_TIMEOUT", "")
         self._timeout = int(seconds) if seconds.isdecimal() else 60
@@ -261,6 +261,18 @@ class _Source:
             return Path(url2pathname(urlsplit(url).path) if "://" in url else url).open("rb")
         answer: IO[bytes] = self._opener.open(uv.bare(url), timeout=self._timeout)
         return answer
+
+
+class _Proxies(urllib.request.ProxyHandler):
+    """Refuses SOCKS proxies, which uv can use and urllib cannot."""
+
+    def proxy_open(self, req: urllib.request.Request, proxy: str, type: str) -> Any:  # noqa: A002 - urllib's name
+        if proxy.startswith("socks") and not urllib.request.proxy_bypass(req.host):
+            raise UsageError(
+                f"cannot download {uv.bare(req.full_url)} through a SOCKS proxy",
+                hint=f"name an HTTP proxy: {type.upper()}_PROXY=http://HOST:PORT",
+            )
+        return super().proxy_open(req, proxy, type)
 
 
 class _Login(urllib.request.BaseHandler):

@@ -230,9 +230,8 @@ def _leave(error: Exception) -> None:
         return
     _folder().mkdir(exist_ok=True)
     text = traceback.format_exc()
-    error.__traceback__ = None
     try:
-        content = _flat((error, text))
+        content = _flat((error.with_traceback(None), text))
     except Exception:
         content = _flat((RuntimeError(f"{type(error).__name__}: {error}"), text))
     path.write_bytes(content)
@@ -246,6 +245,6 @@ def _failure(failures: dict[int, Any]) -> Exception:
         rank, first = next(iter(failures.items()))
         return RuntimeError(f"rank {rank} ended with exit code {first.exitcode}")
     error, text = codec.loads(*pickle.loads(earliest.read_bytes()))
-    error.__cause__ = _Text(text)
+    object.__setattr__(error, "__cause__", _Text(text))  # its class may forbid assignments
     found: Exception = error
     return found

@@ -279,4 +279,5 @@ def _fold(failures: Sequence[Exception]) -> None:
             first = seen.setdefault((type(failure), cause.text), cause)
             if first is not cause:
                 text = f"[the traceback is that of {first.place}]"
-                failure.__cause__ = RemoteTraceback(text, cause.host, cause.rank)
+                repeated = RemoteTraceback(text, cause.host, cause.rank)
+                object.__setattr__(failure, "__cause__", repeated)  # its class may forbid assignments

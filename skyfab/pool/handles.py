@@ -244,7 +244,7 @@ class _Server:
             outcome = self._call(number, worker, method, *about) if worker else self._next(method, *about)
             payload = _pickled(outcome)
         except BaseException as error:  # also SystemExit: the function waits for the reply
-            error.__traceback__ = error.__cause__ = None
+            object.__setattr__(error.with_traceback(None), "__cause__", None)  # its class may forbid assignments
             try:
                 payload = _pickled(("raised", error))
             except BaseException:

@@ -10,12 +10,10 @@ from skyfab.errors import ProtocolError
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Any, Final, TypeVar
+    from typing import Any, Final
 
     from skyfab.protocol.frames import Buffer
     from skyfab.protocol.messages import Part
-
-    T = TypeVar("T", bytes, bytearray)
 
     Resolve = Callable[..., memoryview]
     """From the name of a blob, and the kind of object to read it into if the part has one, to its content."""
@@ -24,8 +22,8 @@ LARGE: Final = 1024 * 1024
 """Buffers of at least this size may be stored as blobs instead of being sent again."""
 MOST_PARTS: Final = 8192
 """Maximum number of parts of one message: each, however small, has a separate allocation."""
-KINDS: Final = ("bytes", "bytearray")
-"""The objects into whose own memory a part can be received."""
+KINDS: Final = ("bytes",)
+"""The objects into whose own memory a part can be received. A bytearray could not change its size afterwards."""
 _HEX: Final = frozenset("0123456789abcdef")
 
 
@@ -79,9 +77,9 @@ def allocate(size: int) -> memoryview:
     return memoryview(area)
 
 
-def allocate_object(kind: str, size: int) -> memoryview:
-    """The memory of a new object, for content that is written before anything else refers to the object."""
-    if kind == "bytearray" or size < LARGE or sys.implementation.name != "cpython":
+def allocate_bytes(size: int) -> memoryview:
+    """The memory of new bytes, for content that is written before anything else refers to them."""
+    if size < LARGE or sys.implementation.name != "cpython":
         return memoryview(bytearray(size))
     import ctypes  # only for large objects: importing it would slow an agent's start
 
@@ -89,15 +87,15 @@ def allocate_object(kind: str, size: int) -> memoryview:
     make.restype, make.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
     made = make(None, size)
     area: Any = (ctypes.c_ubyte * size).from_address(id(made) + bytes.__basicsize__ - 1)
-    area.owner = made  # `object_in` finds it there
+    area.owner = made  # `bytes_in` finds them there
     return memoryview(area).cast("B")
 
 
-def object_in(memory: Any, kind: type[T]) -> T:
-    """The object that this memory was allocated for; if it is of another kind, a copy."""
+def bytes_in(memory: Any) -> bytes:
+    """The bytes that this memory was allocated for; a copy of other memory."""
     content = getattr(memory, "obj", None)
     found = getattr(content, "owner", content)
-    return found if type(found) is kind and len(found) == len(memory) else kind(memory)
+    return found if type(found) is bytes and len(found) == len(memory) else bytes(memory)
 
 
 def _inline(part: Part) -> int | None:
@@ -177,7 +175,7 @@ class Assembly:
         """Allocates the next part."""
         part = self._inline[len(self.inline)]
         try:
-            self.inline.append(allocate(part) if isinstance(part, int) else allocate_object(*part))
+            self.inline.append(allocate(part) if isinstance(part, int) else allocate_bytes(part[1]))
         except (OSError, OverflowError, MemoryError, ValueError) as error:
             raise ProtocolError(f"not enough memory for a part of {_inline(part)} bytes") from error
         self._offset = 0

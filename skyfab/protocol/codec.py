@@ -8,7 +8,9 @@ object was pickled earlier: the pickle only refers to its content, and the recei
 from __future__ import annotations
 
 import copyreg
+import functools
 import io
+import operator
 import pickle
 import struct
 import sys
@@ -16,7 +18,7 @@ import types
 
 import cloudpickle
 
-from skyfab.protocol.blobs import LARGE, allocate, forget_unused, object_in
+from skyfab.protocol.blobs import LARGE, allocate, bytes_in, forget_unused
 
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
@@ -55,7 +57,7 @@ class Payload:
         self.refs = refs
         """The buffers that are packed objects: `id` of the buffer to name of its content."""
         self.kinds = kinds
-        """The buffers that are bytes or a bytearray: `id` of the buffer to which of them (`blobs.KINDS`)."""
+        """The buffers that are bytes: `id` of the buffer to the kind (`blobs.KINDS`)."""
 
     @property
     def parts(self) -> tuple[Any, ...]:
@@ -133,8 +135,7 @@ def dumper() -> Callable[[Any], Payload]:
 
 def dumps_exception(error: Exception) -> Payload:
     """Pickles an exception without its traceback, which cannot be pickled. Raises whatever pickling raises."""
-    error.__traceback__ = None
-    return dumps(error)
+    return dumps(error.with_traceback(None))  # not by assignment, which its class may forbid
 
 
 def loads(data: Buffer, buffers: Sequence[Buffer] = ()) -> Any:
@@ -218,6 +219,8 @@ class _Beside:
         """
         if len(piece) >= LARGE and len(self.buffers) < BESIDE:
             for opcode, width, restore, kind in _OPCODES:
+                if len(piece) >> 8 * width:
+                    continue
                 head = opcode + len(piece).to_bytes(width, "little")
                 if self.pieces and self.pieces[-1].endswith(head):
                     call = f"c{__name__}\n{restore.__name__}\n".encode() + pickle.NEXT_BUFFER
@@ -230,12 +233,8 @@ class _Beside:
         self.pieces.append(piece)
 
 
-def _bytes(memory: Buffer) -> bytes:
-    return object_in(memory, bytes)
-
-
 def _bytearray(memory: Buffer) -> bytearray:
-    return object_in(memory, bytearray)
+    return bytearray(memory)
 
 
 def _str(memory: Buffer) -> str:
@@ -243,9 +242,9 @@ def _str(memory: Buffer) -> str:
 
 
 _OPCODES: Final = (
-    (pickle.BINBYTES, 4, _bytes, "bytes"),
-    (pickle.BINBYTES8, 8, _bytes, "bytes"),
-    (pickle.BYTEARRAY8, 8, _bytearray, "bytearray"),
+    (pickle.BINBYTES, 4, bytes_in, "bytes"),
+    (pickle.BINBYTES8, 8, bytes_in, "bytes"),
+    (pickle.BYTEARRAY8, 8, _bytearray, ""),
     (pickle.BINUNICODE, 4, _str, ""),
     (pickle.BINUNICODE8, 8, _str, ""),
 )
@@ -277,9 +276,12 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
             return found
         if isinstance(obj, BaseException):
             if _is_plain(type(obj)):
-                return _exception, (type(obj), obj.args, obj.__dict__)
+                reduced: Any = obj.__reduce__()
+                return _exception, (type(obj), reduced[1], obj.args, *reduced[2:])
             if getattr(copyreg.dispatch_table.get(type(obj)), "__module__", "").startswith("tblib"):
                 return obj.__reduce_ex__(5)  # other libraries install tblib, which the receiver may lack
+        if type(obj) is functools._lru_cache_wrapper and not _is_importable(obj):
+            return _cached, (obj.cache_parameters(),), obj.__wrapped__, None, None, functools.update_wrapper
         if isinstance(obj, Packed):
             return unpack, (self._referred(obj),)
         if self._untyped is not None:
@@ -309,29 +311,51 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return self.storages.setdefault(untyped._cdata, _Storage(untyped, self._same_gpus))
 
 
+def _is_importable(function: Any) -> bool:
+    """Whether hosts can import a function by its name."""
+    by_value = {"__main__", *cloudpickle.cloudpickle.list_registry_pickle_by_value()}
+    try:
+        found = operator.attrgetter(function.__qualname__)(sys.modules[function.__module__])
+    except (AttributeError, KeyError):
+        return False
+    return found is function and function.__module__ not in by_value
+
+
+def _cached(parameters: dict[str, Any]) -> Any:
+    """A function with an empty cache. Pickle then gives it the function to call, which may refer to it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return cached.__wrapped__(*args, **kwargs)
+
+    cached = functools.lru_cache(**parameters)(call)
+    return cached
+
+
 def _is_plain(kind: type[BaseException]) -> bool:
-    """Whether the class inherits pickling from BaseException.
+    """Whether the class inherits pickling from a built-in exception.
 
     That calls the class's own constructor with `args`, which may not match its signature.
     """
     return (
         isinstance(kind.__init__, types.FunctionType)
-        and kind.__reduce__ is BaseException.__reduce__
+        and isinstance(kind.__reduce__, types.MethodDescriptorType)
         and kind.__reduce_ex__ is object.__reduce_ex__
         and kind.__setstate__ is BaseException.__setstate__
     )
 
 
-def _exception(kind: type[BaseException], args: tuple[Any, ...], state: dict[str, Any]) -> BaseException:
-    """Restores an exception without calling its own constructor."""
-    error = kind.__new__(kind, *args)
+def _exception(
+    kind: type[BaseException], made_from: tuple[Any, ...], args: tuple[Any, ...], *state: dict[str, Any]
+) -> BaseException:
+    """Restores an exception without calling its own constructor or `__setattr__`."""
+    error = kind.__new__(kind, *made_from)
     builtin = next(base for base in kind.__mro__ if base.__module__ == "builtins")
     try:
-        builtin.__init__(error, *args)  # type: ignore[misc]  # some built-in types store more than `args`
+        builtin.__init__(error, *made_from)  # type: ignore[misc]  # some built-in types store more than `args`
     except TypeError:
         pass
-    error.args = args
-    error.__dict__.update(state)
+    for name, value in {**(state[0] if state else {}), "args": args}.items():
+        object.__setattr__(error, name, value)
     return error
 
 

@@ -207,11 +207,11 @@ def _ordered(metadata: Any, *items: Any) -> Any:
     return found
 
 
-def _description(dtype: Any) -> Any:
+def _description(dtype: Any, least: int = 1) -> Any:
     """A dtype as numpy's own file format describes it: text, or lists and tuples of it."""
     import numpy as np
 
-    if not dtype.hasobject and dtype.itemsize:
+    if not dtype.hasobject and dtype.itemsize >= least:
         description = np.lib.format.dtype_to_descr(dtype)
         if np.lib.format.descr_to_dtype(description) == dtype:
             return description
@@ -248,10 +248,14 @@ def _array(description: Any, shape: tuple[int, ...], order: str, memory: Any) ->
 
 
 def _scalar_parts(scalar: Any) -> Iterable[Any]:
-    return _description(scalar.dtype), memoryview(scalar.tobytes())
+    return _description(scalar.dtype, scalar.dtype.kind not in "US"), memoryview(scalar.tobytes())
 
 
 def _scalar(description: Any, memory: Any) -> Any:
+    if description in ("<U0", ">U0", "|S0"):
+        import numpy as np
+
+        return np.dtype(description).type()
     return _array(description, (), "C", memory)[()]
 
 

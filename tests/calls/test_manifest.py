@@ -194,6 +194,13 @@ explicit = true
         ("[tool.uv.sources]\none = { workspace = true }\n", "one is a part of its workspace"),
         ('[tool.uv.sources]\none = [{ index = "a" }, { index = "b" }]\n', "one has several sources"),
         ('[[tool.uv.index]]\nname = "own"\nurl = "https://own.example"\n', "index own serves all packages"),
+        (
+            '[tool.uv.sources]\none = { path = "one", marker = "sys_platform == \'win32\'" }\n',
+            "one has several sources, or one for some cases only",
+        ),
+        ('[tool.uv.sources]\none = { git = "https://git.example/one", extra = "gpu" }\n', "one for some cases only"),
+        ('[tool.uv]\nconstraint-dependencies = ["one<2"]\n', r"its \[tool.uv\] has constraint-dependencies"),
+        ('[tool.uv]\nexclude-newer = "2025-01-01"\nprerelease = "allow"\n', r"its \[tool.uv\] has exclude-newer"),
     ],
 )
 def test_what_only_a_lock_can_say_is_refused_without_one(tmp_path: Path, more: str, said: str) -> None:
@@ -205,9 +212,35 @@ def test_what_only_a_lock_can_say_is_refused_without_one(tmp_path: Path, more: s
     assert Image.of_project(tmp_path).pip == ("one",)
 
 
+def test_a_script_without_a_lock_is_locked_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    more = '# [tool.uv]\n# override-dependencies = ["numpy<3"]\n# ///\nimport'
+    script = write(tmp_path / "train.py", SCRIPT.replace("# ///\nimport", more))
+    with pytest.raises(sky.UsageError, match=r"train\.py has no lock, and its \[tool\.uv\] has override-d") as raised:
+        find(script)
+    assert raised.value.hint == "uv lock --script train.py"
+
+
+@pytest.mark.parametrize(
+    ("more", "lock"),
+    [
+        ("[tool]\nuv = 3\n", None),
+        ("[tool.uv]\nsources = 3\n", None),
+        ('[[tool.uv.index]]\nname = "q"\nexplicit = true\n[tool.uv.sources]\none = { index = "q" }\n', None),
+        ('[tool.uv.sources]\none = { path = "one" }\n', "package = [1]\n"),
+    ],
+)
+def test_malformed_settings_are_an_error(tmp_path: Path, more: str, lock: str | None) -> None:
+    project(tmp_path, "one", more=more)
+    if lock is not None:
+        write(tmp_path / "uv.lock", lock)
+    with pytest.raises(sky.UsageError, match=r"invalid \[tool\.uv\] or uv\.lock"):
+        find(tmp_path)
+
+
 def test_a_file_of_requirements(tmp_path: Path) -> None:
     write(tmp_path / "more" / "base.txt", "rich  # colours\n")
-    file = "numpy>=2 \\\n  --hash=sha256:aa --hash=sha256:bb\n-r more/base.txt\n\n# nothing\n-e .\nx @ https://e.example/#x\n"
+    file = "numpy>=2 \\\n  --hash=sha256:aa --hash=sha256:bb\n-r 'more/base.txt'\n\n# nothing\n-e .\nx @ https://e.example/#x\n"
     write(tmp_path / "requirements.txt", file)
     assert Image.of_project(tmp_path).pip == (
         "numpy>=2 --hash=sha256:aa --hash=sha256:bb",

@@ -12,6 +12,8 @@ import sys
 import tempfile
 import threading
 import time
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -279,6 +281,34 @@ def test_the_packages_of_a_project_are_found_though_they_are_not_installed(tmp_p
     found.close()
     assert {"train.py", "own_app/__init__.py"} <= names
     assert "unused_app/__init__.py" not in names
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_modules_that_only_an_import_finder_knows_are_sent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_loaded: bool
+) -> None:
+    """As those of an editable install with setuptools."""
+    for name in ("lib/found_app/__init__.py", "lib/found_app/inner.py", "lib/other_app.py", "jobs/train.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("import found_app, other_app\n" if name == "jobs/train.py" else "")
+
+    spec = spec_from_file_location("found_app", tmp_path / "lib" / "found_app" / "__init__.py")
+    assert spec is not None
+
+    class Finder:
+        @staticmethod
+        def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+            return spec if name == "found_app" else None
+
+    if is_loaded:
+        monkeypatch.setitem(sys.modules, "found_app", module_from_spec(spec))
+    else:
+        monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, Finder])
+    found = project.Project(sky.Image(program=str(tmp_path / "jobs" / "train.py")))
+    names = {name.partition("/")[2] for name, _ in found.tree().files}
+    found.close()
+    assert {"train.py", "found_app/__init__.py", "found_app/inner.py"} <= names
+    assert "other_app.py" not in names, "Python does not find it either"
 
 
 def test_a_host_cannot_have_files_of_other_hosts_or_of_its_system_named_as_files_here() -> None:

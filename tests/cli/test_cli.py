@@ -35,6 +35,7 @@ from skyfab.errors import (
     UsageError,
     WorkerDied,
 )
+from skyfab.inventory.host import Host
 from skyfab.lab import Lab
 from skyfab.pool.compute import Compute
 
@@ -387,6 +388,15 @@ def test_hosts_that_need_different_locks_are_named(tmp_path: Path, monkeypatch: 
         prepare._write_lock(tmp_path / "pylock.toml", Image(), [])
     assert "one lock for each: a,c | b\nhint: " in str(failed.value)
     assert not list(tmp_path.iterdir())
+
+
+def test_prepare_installs_what_the_plugins_of_the_project_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    plugins = '[tool.skyfab]\nplugins = ["huggingface"]\n'
+    (tmp_path / "pyproject.toml").write_text(f'[project]\nname = "app"\ndependencies = ["shelf"]\n{plugins}')
+    hosts = [Host(name="node1"), Host(name="node2")]
+    assert prepare._image(ImageOptions(), hosts).pip == ("shelf", "transformers", "datasets", "tokenizers")
+    assert prepare._image(ImageOptions(pip=["shelf"]), hosts).pip == ("shelf",), "as in a program, not as skyfab run"
 
 
 @pytest.mark.lab

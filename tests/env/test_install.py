@@ -11,6 +11,7 @@ import shlex
 import subprocess
 import tarfile
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,8 @@ class Host:
         if script.startswith('cd "$c" && rm -rf '):
             self.packages = {place: one for place, one in self.packages.items() if place[:64] not in script}
         if name == "missing":
-            return "\n".join(place for place in values["packages"].split("\n") if place not in self.packages)
+            places = [line.partition(" ")[2] for line in values["packages"].split("\n")]
+            return "\n".join(place for place in places if place not in self.packages)
         if name == "push":
             content = b"".join(feed)
             assert len(content) % tarfile.RECORDSIZE == 0, "tar would wait for the rest"
@@ -391,6 +393,43 @@ def test_a_package_may_have_several_names(tmp_path: Path) -> None:
         "foo.whl",
     ]
     assert len(list((tmp_path / "packages").iterdir())) == 3
+
+
+def test_a_package_that_is_damaged_on_the_host_is_missing(tmp_path: Path) -> None:
+    """After a power cut a file may be empty or too short; so may the blob, which is the same file."""
+    c = tmp_path / "my cache"
+    (c / "blobs").mkdir(parents=True)
+    packages = [Package.of_text(name, name * 9) for name in ("good", "short", "empty", "absent", "relayed", "odd name")]
+    unknown = [replace(Package.of_text(name, name), size=0) for name in ("any", "none")]
+    content = {
+        "good": "good" * 9,
+        "short": "short",
+        "empty": "",
+        "odd name": "odd name" * 9,
+        "any": "other",
+        "none": "",
+    }
+    for package in (*packages, *unknown):
+        blob = c / "blobs" / package.sha256
+        if package.filename == "relayed":
+            blob.write_text("relayed" * 9)
+        elif package.filename in content:
+            path = c / "packages" / package.place
+            path.parent.mkdir(parents=True)
+            path.write_text(content[package.filename])
+            blob.hardlink_to(path)
+
+    class Here:
+        def run(self, script: str) -> str:
+            return subprocess.run(
+                ["sh", "-c", given(c=str(c)) + script], check=True, capture_output=True, text=True
+            ).stdout
+
+    lacking = missing(Here(), [*packages, *unknown])  # type: ignore[arg-type]
+    assert [package.filename for package in lacking] == ["short", "empty", "absent", "none"]
+    left = {path.name for path in (c / "packages").glob("*/*")}
+    assert left == {"good", "relayed", "odd name", "any"}
+    assert len(list((c / "blobs").iterdir())) == len(left)
 
 
 def test_a_file_that_becomes_shorter_while_it_is_sent(host: Host, tmp_path: Path) -> None:

@@ -305,3 +305,7 @@ def test_an_image_that_cannot_be_is_refused_before_any_host_is_contacted(tmp_pat
     for option in options:
         with pytest.raises(UsageError, match="is used unchanged: nothing is installed into it"):
             check(Image(python="/bin/python3", **option), "3.11")
+    check(Image(lock="uv.lock", pip=("app",)), "3.11")
+    with pytest.raises(UsageError, match=r"only fixes the versions of packages") as raised:
+        check(Image(lock="uv.lock"), "3.11")
+    assert "Image.of_project()" in str(raised.value.hint)

@@ -176,6 +176,32 @@ def test_a_pool_that_is_closed_waits_no_longer(packages: list[Package]) -> None:
     assert is_abandoned.wait(60)
 
 
+def test_without_a_thread_for_the_relay_hosts_are_sent_their_packages_directly(
+    packages: list[Package], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_over = threading.Event()
+
+    def check() -> None:
+        if is_over.is_set():
+            raise sky.HostLost("it still waits")
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    pool = Pool()
+    sharing = Sharing(HOSTS[:2], pool, 60)
+    with ThreadPoolExecutor() as threads:
+        first = threads.submit(sharing.share, *lack(HOSTS[0], packages), check)
+        until(lambda: not sharing.is_abandoned)
+        monkeypatch.setattr(threading.Thread, "start", refuse)
+        try:
+            assert sharing.share(*lack(HOSTS[1], packages), check)
+            assert first.result(60)
+        finally:
+            is_over.set()
+    assert pool.found == []
+
+
 # ---- on hosts of the lab
 
 

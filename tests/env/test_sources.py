@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from stage import remote
-from stage.index import Index, make_source, make_wheel
+from stage.index import Index, make_source, make_wheel, sha256
 
 import skyfab as sky
 from skyfab._util.cache import cache_folder
@@ -162,6 +162,16 @@ def test_a_folder_is_built_again_when_it_changes(index: Index, tmp_path: Path) -
     assert make_lock(image, HERE).digest != before.digest
 
 
+def test_an_archive_of_this_machine_is_locked_again_when_it_changes(index: Index, tmp_path: Path) -> None:
+    wheel = make_wheel(tmp_path, "shelf", "1.0")
+    image = Image(pip=[f"shelf @ {wheel.as_uri()}"])
+    before = make_lock(image, HERE)
+    assert known_lock(image, HERE) == before
+    make_wheel(tmp_path, "shelf", "1.0", files={"shelf/new.py": ""})
+    (after,) = make_lock(image, HERE).wheels
+    assert after.sha256 == sha256(wheel) != before.wheels[0].sha256
+
+
 def test_a_lock_of_ones_own_may_name_sources(index: Index, tmp_path: Path) -> None:
     make_source(tmp_path / "stone", "stone", "1.0")
     lock = tmp_path / "pylock.toml"
@@ -170,6 +180,19 @@ def test_a_lock_of_ones_own_may_name_sources(index: Index, tmp_path: Path) -> No
         '[[packages]]\nname = "other"\nmarker = "sys_platform == \'win32\'"\n[packages.directory]\npath = "nowhere"\n'
     )
     assert [wheel.filename for wheel in read_lock(lock, HERE).wheels] == ["stone-1.0-py3-none-any.whl"]
+
+
+def test_what_a_build_leaves_in_an_inner_folder_is_no_change(index: Index, tmp_path: Path) -> None:
+    source = make_source(tmp_path / "repository" / "lib", "stone", "1.0")
+    lock = tmp_path / "pylock.toml"
+    inner = '[packages.directory]\npath = "repository"\nsubdirectory = "lib"\n'
+    lock.write_text(f'lock-version = "1.0"\n[[packages]]\nname = "stone"\n{inner}')
+    before = read_lock(lock, HERE)
+    (source / "build").mkdir()
+    (source / "build" / "stone.py").touch()
+    assert read_lock(lock, HERE).wheels[0].url == before.wheels[0].url
+    (source / "code.txt").write_text("version = 'changed'\n")
+    assert read_lock(lock, HERE).wheels[0].url != before.wheels[0].url
 
 
 def test_what_was_built_here_is_sent_to_a_host_without_a_route(

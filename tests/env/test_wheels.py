@@ -23,6 +23,7 @@ from skyfab._util.cache import cache_folder
 from skyfab.env import wheels
 from skyfab.env.facts import Target
 from skyfab.env.wheels import FetchError, Wheel, fetch
+from skyfab.errors import UsageError
 from skyfab.ui.events import Moved
 
 
@@ -316,6 +317,19 @@ def test_a_proxy_is_asked(index: Index, monkeypatch: pytest.MonkeyPatch) -> None
     url = f"http://files.example/{path.name}"
     fetch([Wheel(package="app", version="1.0", filename=path.name, url=url, sha256=sha256(path))])
     assert asked == [url]
+
+
+def test_a_socks_proxy_is_refused_unless_it_is_not_asked(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = index.add("app", "1.0")
+    about = {"package": "app", "version": "1.0", "filename": path.name, "sha256": sha256(path)}
+    monkeypatch.setenv("ALL_PROXY", "socks5://me:secret@127.0.0.1:9")
+    for scheme in ("http", "https"):
+        with pytest.raises(UsageError, match="through a SOCKS proxy") as caught:
+            fetch([Wheel(url=f"{scheme}://files.example/{path.name}", **about)])
+        assert "secret" not in str(caught.value)
+        assert f"{scheme.upper()}_PROXY=http://" in str(caught.value.hint)
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    assert fetch([Wheel(url=f"{index.root}/files/{path.name}", **about)])
 
 
 def certificate(folder: Path) -> Path:

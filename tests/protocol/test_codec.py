@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import array
 import copyreg
+import functools
 import pickle
 import subprocess
 import sys
 import tracemalloc
 from collections import OrderedDict, namedtuple
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -257,6 +259,42 @@ def test_importing_the_codec_does_not_import_numpy_or_torch() -> None:
     assert not {"numpy", "torch"} & set(loaded)
 
 
+# ---- functions with a cache
+
+
+def test_a_function_with_a_cache_that_hosts_cannot_import_comes_back() -> None:
+    """Its cache is empty; it may call itself, and be a method."""
+
+    @functools.lru_cache(maxsize=90, typed=True)
+    def fibonacci(n: int) -> int:
+        """Adds."""
+        return n if n < 2 else fibonacci(n - 1) + fibonacci(n - 2)
+
+    class Model:
+        @functools.cache  # noqa: B019
+        def double(self, x: int) -> int:
+            return 2 * x
+
+    fibonacci(10)
+    again = there(fibonacci)
+    assert again is not fibonacci
+    assert (again(80), again.cache_info().misses, fibonacci.cache_info().misses) == (23416728348467685, 81, 11)
+    assert (again.__name__, again.__doc__, again.cache_parameters()) == (
+        "fibonacci",
+        "Adds.",
+        fibonacci.cache_parameters(),
+    )
+    assert there(again)(30) == fibonacci(30)
+    assert there(Model)().double(4) == 8
+    assert there(importable) is importable
+
+
+@functools.cache
+def importable(x: int) -> int:
+    """Hosts can import it."""
+    return x
+
+
 # ---- exceptions
 
 
@@ -290,6 +328,22 @@ class OwnState(ValueError):
 
 class Inherited(OSError):
     """No constructor of its own."""
+
+
+@dataclass(frozen=True)
+class Frozen(Exception):
+    code: int
+
+
+class Missing(OSError):
+    def __init__(self, path: str) -> None:
+        super().__init__(2, "not there", path)
+        self.path = path
+
+
+class Unloaded(ImportError):
+    def __init__(self, module: str) -> None:
+        super().__init__("not loaded", name=module)
 
 
 class Stopped(StopIteration):
@@ -339,6 +393,22 @@ def test_an_exception_without_a_constructor_of_its_own_comes_back_as_python_does
     assert type(again) is type(error)
     assert (again.errno, again.filename) == (2, "/a")
     assert b"_exception" not in dumps(error).data
+
+
+def test_an_exception_that_forbids_assignments_comes_back() -> None:
+    try:
+        raise Frozen(3)
+    except Frozen as error:
+        payload = codec.dumps_exception(error)
+    again = loads(payload.data)
+    assert (type(again), again.code, again.args) == (Frozen, 3, (3,))
+
+
+def test_an_own_constructor_of_an_exception_with_attributes_of_python_is_not_called() -> None:
+    missing, unloaded = there(Missing("/a")), there(Unloaded("module"))
+    assert (type(missing), missing.errno, missing.filename, missing.args) == (Missing, 2, "/a", (2, "not there"))
+    assert (missing.path, str(missing)) == ("/a", str(Missing("/a")))
+    assert (type(unloaded), unloaded.name, unloaded.args) == (Unloaded, "module", ("not loaded",))
 
 
 def test_what_a_built_in_exception_keeps_beside_its_args_comes_back() -> None:

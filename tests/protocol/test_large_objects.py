@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import pickle
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -64,12 +65,32 @@ def test_types_and_content_arrive_exactly(value: Any, kind: type) -> None:
         assert found[1]["again"] is found[0]  # one object is sent once
 
 
-@pytest.mark.parametrize("kind", [bytes, bytearray])
-def test_an_object_is_received_into_its_own_memory(kind: type) -> None:
-    data, *buffers = received(codec.dumps([kind(os.urandom(SIZE))]))
-    (memory,) = buffers
-    (found,) = codec.loads(data, buffers)
-    assert found is getattr(memory.obj, "owner", memory.obj)
+def test_bytes_are_received_into_their_own_memory() -> None:
+    data, memory = received(codec.dumps([os.urandom(SIZE)]))
+    (found,) = codec.loads(data, [memory])
+    area: Any = memory.obj
+    assert found is area.owner
+
+
+def test_a_bytearray_can_be_resized_where_it_was_received() -> None:
+    data, *buffers = received(codec.dumps(bytearray(SIZE)))
+    found = codec.loads(data, buffers)
+    found.extend(b"more")
+    assert len(found) == SIZE + 4
+
+
+@pytest.mark.parametrize("opcode", [pickle.BINBYTES8, pickle.BYTEARRAY8, pickle.BINUNICODE8])
+def test_objects_of_4_gib_leave_the_pickle_too(opcode: bytes) -> None:
+    class Large(bytes):
+        def __len__(self) -> int:
+            return 1 << 32
+
+    file = codec._Beside()
+    file.write(opcode + (1 << 32).to_bytes(8, "little"))
+    file.write(Large())
+    payload = file.payload()
+    assert len(payload.buffers) == 1
+    assert payload.data.endswith(pickle.NEXT_BUFFER + pickle.TUPLE1 + pickle.REDUCE)
 
 
 def test_bytes_are_sent_from_their_own_memory_and_others_as_they_were() -> None:

@@ -116,7 +116,15 @@ def test_arrays_come_back_as_they_were() -> None:
         assert found.tobytes() == array.tobytes()
         assert found.flags.writeable
     assert again(np.ones((90, 100), order="F")).flags.f_contiguous
-    for scalar in (np.float64(2), np.bool_(True), np.str_("hi"), np.datetime64("2020-01-01"), np.int8(-1)):
+    for scalar in (
+        np.float64(2),
+        np.bool_(True),
+        np.str_("hi"),
+        np.str_(""),
+        np.bytes_(b""),
+        np.datetime64("2020-01-01"),
+        np.int8(-1),
+    ):
         assert type(again({scalar: [scalar]})[scalar][0]) is type(scalar)
     assert again(np.dtype("f4")) == np.dtype("f4")
 

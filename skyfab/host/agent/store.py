@@ -17,7 +17,7 @@ import time
 
 from skyfab.errors import ProtocolError
 from skyfab.host.agent.workdir import INCLUDED
-from skyfab.protocol.blobs import allocate_object, check_name, name_of
+from skyfab.protocol.blobs import allocate_bytes, check_name, name_of
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Blobs:
             return map_blob(self._stores, name)
         if name not in self.kept:
             content = map_blob(self._stores, name)
-            self.kept[name] = allocate_object(kind, len(content))
+            self.kept[name] = allocate_bytes(len(content))
             self.kept[name][:] = content
         return self.kept[name]
 

@@ -91,7 +91,7 @@ class Executor:
                         self._failure = Failure(f"{type(error).__name__}: {error}")
                         self._reply, self._buffers = {"error": self._describe(error, instruction, at)}, []
                     tensors.lose(self._outputs(instruction), self._failure)
-                    error.__traceback__ = None
+                    error.with_traceback(None)
         self._uploads = ()
         data = b"" if self._reply is None else wire.encode(self._reply)
         return codec.Payload(data, self._buffers)

@@ -189,9 +189,8 @@ def logs(
         fetch_remembered(found)
     if found.state == "failed":
         why = f": {clean(found.error, colour=False)}" if found.error else ""
-        more = (
-            f"which: skyfab sweep {id_}" if found.function.startswith(LABEL) else f"the traceback: skyfab attach {id_}"
-        )
+        is_sweep = found.function.startswith(LABEL)
+        more = f"which: skyfab sweep {id_}" if is_sweep else f"the traceback: skyfab attach {id_}"
         print(HINTS.adapted(f"the run failed{why}\nto see {more}"), file=sys.stderr)
     elif found.state == "lost":
         print(HINTS.adapted(f"the run was lost; to see why: skyfab attach {id_}"), file=sys.stderr)

@@ -38,21 +38,24 @@ def run(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any],
 def pack(stream: DeviceStream, value: Any, refused: Collection[DeviceStream]) -> codec.Payload:
     """Pickles a value. Tensors of the device become references to the host's; those of other devices are copied.
 
-    Raises UsageError for tensors of a refused device, and NotPicklable.
+    The device itself becomes the host's name of it. Raises UsageError for tensors of a refused device, and NotPicklable.
     """
 
     def reference(item: Any) -> tuple[Any, ...] | None:
-        if not is_remote(item):
+        is_device = isinstance(item, torch.device) and item.type == tensors.TYPE
+        if not is_device and not is_remote(item):
             return None
-        other = tensors.stream_of(item)
+        other = tensors.streams[item.index or 0] if is_device else tensors.stream_of(item)
         if other is not stream:
-            if other in refused:
+            if other in refused or is_device:
                 raise UsageError(
-                    f"expected tensors on {stream.torch_device} ({stream.link.name}), found one on {item.device} "
-                    f"({other.link.name})",
+                    f"expected tensors on {stream.torch_device} ({stream.link.name}), found one on "
+                    f"{other.torch_device} ({other.link.name})",
                     hint="move it with tensor.to(device), or copy its values with tensor.cpu()",
                 )
             return None
+        if is_device:
+            return torch.device, (stream.device,)
         if item.is_conj() or item.is_neg():
             raise UsageError(
                 "a function on a device does not take conjugated or negated views", hint="clone the tensor"
@@ -237,9 +240,9 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = composite_host.own_tensors(self.module)
         found: list[torch.Tensor] = []
-        template = composite_host.template((args, kwargs), found)
+        device = _device_of([tensor for tensor, _ in own])
+        template = composite_host.template((args, kwargs), found, here=device)
         found += [tensor for tensor, _ in own]
-        device = _device_of(found[-len(own) :])
         spec = (self._on_host(device, own), len(own), template, autocast_dtype())
         key = (device.index, spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in found))
         return call_module(self._known, key, spec, found, device)

@@ -348,16 +348,12 @@ def module_first(
         structure = template(called.call(spec, values), results, is_argument=False)
         return tuple(results)
 
-    before = [_version(tensor) for tensor in tensors]
+    before = list(map(host_results.version, tensors))
     *results, handle = _with_graph(function, tensors, wanted)
-    changed = tuple(at for at, tensor in enumerate(tensors) if _version(tensor) != before[at])
-    bases, locations = host_results.share([host_results.plain(result) for result in results], called.device(tensors))
+    changed = tuple(at for at, tensor in enumerate(tensors) if host_results.version(tensor) != before[at])
+    results = [host_results.plain(result) for result in results]
+    bases, locations = host_results.share(results, called.device(tensors), dict(enumerate(tensors)))
     return (*bases, handle), tuple(locations), structure, changed, getattr(called.module, "note", "")
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; 0 if that is not counted."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def state_dict(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

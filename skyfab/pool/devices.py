@@ -171,8 +171,8 @@ class DeviceCall(Caller):
     def _finish(self, result: Any, error: BaseException | None) -> None:
         from skyfab.device import tensors
 
-        given, self._given = self._given, {}
-        tensors.note_changes(given, self._changed)
+        tensors.note_changes(self._given, self._changed)
+        self._given = {}  # before the future is settled: this frame must keep no tensor that the program drops
         self._ended(error)  # before threads that wait for the future continue
         self.future.settle(result, error)
 

@@ -100,6 +100,11 @@ def _zero(x: Any, **options: Any) -> None:
         raise KeyError("after it")
 
 
+def _failing(device: Any, x: Any) -> None:
+    with pytest.raises(sky.DeviceError, match="after it"):
+        sky.run_on(device, _zero, x, fails=True)
+
+
 def _zero_and_yield(x: Any) -> Iterator[int]:
     yield 1
     x.zero_()
@@ -124,7 +129,7 @@ class Same(nn.Module):
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
     "function": lambda device, h: sky.run_on(device, _zero, h),
     "argument_of_a_list": lambda device, h: sky.run_on(device, lambda x: x[1][0].zero_().sum().item(), [0, (h[0],)]),
-    "function_that_fails": lambda device, h: pytest.raises(sky.DeviceError, sky.run_on, device, _zero, h, fails=True),
+    "function_that_fails": lambda device, h: _failing(device, h),
     "generator": lambda device, h: list(sky.run_on(device, _zero_and_yield, h)),
     "result": lambda device, h: sky.run_on(device, lambda x: x, h.detach()).zero_(),
     "part": lambda device, h: sky.run_on(device, lambda x: {"part": x.view(-1)[1:]}, h)["part"].zero_(),

@@ -19,8 +19,6 @@ Tensors = Sequence[torch.Tensor | None]
 _PLAIN: Final = frozenset(
     {type(None), bool, int, str, bytes, torch.dtype, torch.layout, torch.memory_format, torch.device}
 )
-_EXACT: Final = float | complex
-"""Numbers that templates have as text: 0.0 and -0.0 are equal, and NaN is not equal to itself."""
 
 
 def linear_backward(tensors: Sequence[torch.Tensor], mask: Sequence[bool]) -> Tensors:
@@ -155,7 +153,7 @@ def template(
 
 def _require_plain(value: object) -> None:
     """Others would be sent once, as they are in the first call, and a host may be unable to unpickle them."""
-    if type(value) not in _PLAIN and not isinstance(value, _EXACT):
+    if type(value) not in _PLAIN and not isinstance(value, float | complex):
         raise UsageError(
             f"unsupported type of an argument: {type(value).__qualname__}: expected tensors, numbers, strings, dtypes, "
             "devices, None, or lists, tuples and dicts of them",
@@ -164,10 +162,14 @@ def _require_plain(value: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A template of a value: True, 1 and 1.0 are equal, and not the same argument."""
-    if isinstance(value, _EXACT):
-        kind = float if isinstance(value, float) else complex
-        return (kind.__name__, repr(kind(value)))
+    """A template of a value: True, 1 and 1.0 are equal, and not the same argument.
+
+    Some numbers are text: 0.0 and -0.0 are equal, and NaN is not equal to itself.
+    """
+    if isinstance(value, float):  # also of a subclass, as NumPy's
+        return ("float", repr(float(value)))
+    if isinstance(value, complex):
+        return ("complex", repr(complex(value)))
     return ("plain", (type(value).__name__, value))
 
 

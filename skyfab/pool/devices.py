@@ -108,7 +108,6 @@ class DeviceCall(Caller):
     def __init__(
         self,
         stream: DeviceStream,
-        link: DeviceLink,
         label: str,
         first: int,
         given: Mapping[int, Any],
@@ -122,6 +121,8 @@ class DeviceCall(Caller):
         """
         self._stream = stream
         self._given = given
+        link = stream.link
+        assert isinstance(link, DeviceLink)
         self._link = link
         self._label = label
         self._first = first
@@ -301,7 +302,7 @@ class Devices:
             label=call.function.label,
             timeout=timeout,
         )
-        started = DeviceCall(stream, link, packed.label, first, given, self._events, untrusted=self._untrusted)
+        started = DeviceCall(stream, packed.label, first, given, self._events, untrusted=self._untrusted)
 
         def send() -> None:
             with SIGNAL_GUARD:

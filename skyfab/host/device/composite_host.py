@@ -122,7 +122,7 @@ def template(
 ) -> Any:
     """A value with numbers instead of its tensors, which are appended to `into`. It is hashable.
 
-    `here` is the program's name of the device. Raises UsageError for arguments that are no plain values.
+    `here` is the program's name of the device. Raises UsageError for arguments of other types.
     """
     if isinstance(value, torch.Tensor):
         if is_argument and value.dim() == 1 and value.device.type == "cpu" and not value.requires_grad:

@@ -30,40 +30,50 @@ _AHEAD: Final = 4
 def run(stream: DeviceStream, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     """Calls a function on the host and waits. If it is a generator function, returns an iterator."""
     first = tensors.new_block()
-    packed = pack(stream, (getattr(function, "fn", function), tuple(args), dict(kwargs)), tensors.streams)
-    found = tensors.result_of(stream, [wire.RUN, first], first, memoryview(packed.data), *packed.buffers)
-    return _RemoteIterator(stream, first) if found is tensors.ITERATOR else found
+    packed, given = pack(stream, (getattr(function, "fn", function), tuple(args), dict(kwargs)), tensors.streams)
+    uploads = (memoryview(packed.data), *packed.buffers)
+    found = tensors.result_of(stream, [wire.RUN, first], first, *uploads, given=given)
+    return _RemoteIterator(stream, first, given) if found is tensors.ITERATOR else found
 
 
-def pack(stream: DeviceStream, value: Any, refused: Collection[DeviceStream]) -> codec.Payload:
+def pack(
+    stream: DeviceStream, value: Any, refused: Collection[DeviceStream]
+) -> tuple[codec.Payload, dict[int, torch.Tensor]]:
     """Pickles a value. Tensors of the device become references to the host's; those of other devices are copied.
 
-    Raises UsageError for tensors of a refused device, and NotPicklable.
+    Returns these tensors too, by id. The device itself becomes the host's name of it. Raises UsageError for tensors of
+    a refused device, and NotPicklable.
     """
+    given: dict[int, torch.Tensor] = {}
 
     def reference(item: Any) -> tuple[Any, ...] | None:
-        if not is_remote(item):
+        is_device = isinstance(item, torch.device) and item.type == tensors.TYPE
+        if not is_device and not is_remote(item):
             return None
-        other = tensors.stream_of(item)
+        other = tensors.streams[item.index or 0] if is_device else tensors.stream_of(item)
         if other is not stream:
-            if other in refused:
+            if other in refused or is_device:
                 raise UsageError(
-                    f"expected tensors on {stream.torch_device} ({stream.link.name}), found one on {item.device} "
-                    f"({other.link.name})",
+                    f"expected tensors on {stream.torch_device} ({stream.link.name}), found one on "
+                    f"{other.torch_device} ({other.link.name})",
                     hint="move it with tensor.to(device), or copy its values with tensor.cpu()",
                 )
             return None
+        if is_device:
+            return torch.device, (stream.device,)
         if item.is_conj() or item.is_neg():
             raise UsageError(
                 "a function on a device does not take conjugated or negated views", hint="clone the tensor"
             )
         if item.is_sparse:
             raise UsageError("a function on a device does not take sparse tensors", hint="pass indices and values")
-        ident = operand(item.detach())[1]
+        detached = item.detach()
+        ident = operand(detached)[1]
+        given[ident] = detached
         return entry.tensor, (stream.device, ident, item.requires_grad, isinstance(item, torch.nn.Parameter))
 
     try:
-        return codec.dumps(value, reference)
+        return codec.dumps(value, reference), given
     except Exception as error:
         if isinstance(error, SkyfabError) or is_from_handler(error):
             raise
@@ -91,9 +101,11 @@ def find(value: Any, streams: Collection[DeviceStream]) -> DeviceStream | codec.
 class _RemoteIterator(Iterator[Any]):
     """What a generator on the host yields. Some values are asked for ahead, so that the host does not wait."""
 
-    def __init__(self, stream: DeviceStream, ident: int) -> None:
+    def __init__(self, stream: DeviceStream, ident: int, given: tensors.Given) -> None:
         self._stream = stream
         self._ident = ident
+        self._given = given
+        """What its function was called with."""
         self._waiting: deque[tuple[Batch, int]] = deque()
         """Requests, and the first ids of their values."""
         self._values: deque[Any] = deque()
@@ -130,7 +142,8 @@ class _RemoteIterator(Iterator[Any]):
             if batch.document is None:
                 self._stream.check()
             with SIGNAL_GUARD:
-                self._values.extend(tensors.restore(batch.value(), first, self._stream.index))
+                tensors.note_changes(self._given, batch.document or {})
+                self._values.extend(tensors.restore(batch.value(), first, self._stream.index, self._given))
                 self._waiting.popleft()  # not before: Ctrl-C may end the wait
         except Exception:
             self.close()
@@ -148,7 +161,10 @@ class _RemoteIterator(Iterator[Any]):
         if not self._is_over:
             self._is_over = True
             self._stream.freed += [self._ident, *(-first for _, first in self._waiting)]
+            for batch, _ in self._waiting:
+                tensors.note_changes(self._given, batch.document or {})
             self._waiting.clear()
+            self._given = {}
 
     def __del__(self) -> None:
         self.close()
@@ -194,9 +210,9 @@ def autocast_dtype() -> str:
 def call_module(known: dict[Any, Any], key: Any, spec: Any, found: Sequence[torch.Tensor], device: torch.device) -> Any:
     """Calls a module that the host has (composite_host.py) with these tensors. Returns what it returns.
 
-    `known` has for each kind of call, by its key: the bases of its results and the handle as meta tensors, the base of
-    each result and which view of it the result is (host_results.py), what the module returns, and the indices of the
-    tensors that it changes in place. The first call waits.
+    `known` has for each kind of call, by its key: the bases of its results and the handle as meta tensors, the base or
+    input of each result and which view of it the result is (host_results.py), what the module returns, and the indices
+    of the tensors that it changes in place. The first call waits.
     """
 
     def call(inputs: Sequence[torch.Tensor], wanted: Sequence[bool]) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -213,7 +229,11 @@ def call_module(known: dict[Any, Any], key: Any, spec: Any, found: Sequence[torc
                 notice_once(device.index, str(note)[:_NOTE], f" (at {line})" if line else "")
         _, locations, _, changed = known[key]
         torch.autograd.graph.increment_version([inputs[at] for at in changed if not inputs[at].is_inference()])
-        return [bases[at] if view is None else tensors.view_of(bases[at], view) for at, view in locations], handle
+        results = []
+        for at, view in locations:
+            base = bases[at] if at >= 0 else inputs[~at].to(device)  # a number of this machine was copied
+            results.append(base if view is None else tensors.view_of(base, view))
+        return results, handle
 
     results = composite_ops.keep_graph(call, *found)
     return composite_host.fill_in(known[key][2], results)
@@ -237,9 +257,9 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         own = composite_host.own_tensors(self.module)
         found: list[torch.Tensor] = []
-        template = composite_host.template((args, kwargs), found)
+        device = _device_of([tensor for tensor, _ in own])
+        template = composite_host.template((args, kwargs), found, here=device)
         found += [tensor for tensor, _ in own]
-        device = _device_of(found[-len(own) :])
         spec = (self._on_host(device, own), len(own), template, autocast_dtype())
         key = (device.index, spec, tuple((tensor.shape, tensor.stride(), tensor.dtype) for tensor in found))
         return call_module(self._known, key, spec, found, device)
@@ -268,7 +288,7 @@ class RemoteModule(torch.nn.Module):  # type: ignore[misc]
 
 def send_module(stream: DeviceStream, module: Any) -> str:
     """Sends a module, or a function that makes it on the host. Returns its digest."""
-    packed = pack(stream, module, tensors.streams)
+    packed, _ = pack(stream, module, tensors.streams)
     digest = name_of(packed.data, *packed.buffers)
     stream.ask([wire.MODULE, digest], memoryview(packed.data), *packed.buffers).value()
     return digest

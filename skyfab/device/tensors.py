@@ -9,7 +9,8 @@ import ctypes
 import itertools
 import math
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Final
 
 import torch
@@ -259,23 +260,46 @@ ITERATOR: Final = {"iterator": None}
 """What a host replies for a generator."""
 
 
-def result_of(stream: DeviceStream, instruction: Sequence[Any], first: int, *uploads: memoryview) -> Any:
+Given = Mapping[int, torch.Tensor]
+"""The tensors that a function on the host is called with, by id."""
+_NOTHING: Final = MappingProxyType[int, torch.Tensor]({})
+
+
+def result_of(
+    stream: DeviceStream, instruction: Sequence[Any], first: int, *uploads: memoryview, given: Given = _NOTHING
+) -> Any:
     """Sends an instruction whose results stay on the host, with ids from `first` on, and waits for them.
 
     Returns ITERATOR for a generator. Raises the error of an earlier instruction, DeviceError and ProtocolError.
     """
     try:
-        value = stream.ask(instruction, *uploads).value()
-        return ITERATOR if value == ITERATOR else restore(value, first, stream.index)
+        batch = stream.start(instruction, *uploads)
+        try:
+            value = stream.receive(batch).value()
+        finally:
+            note_changes(given, (batch.document or {}) if batch.done else None)
+        return ITERATOR if value == ITERATOR else restore(value, first, stream.index, given)
     except BaseException:  # also Ctrl-C: the host may have results that will not be used
         stream.freed.append(-first)
         raise
 
 
-def restore(document: Any, first: int, index: int) -> Any:
-    """The value that a host describes; its tensors stay on the host, with ids from `first` on. Raises ProtocolError."""
+def note_changes(given: Given, document: Any) -> None:
+    """Autograd learns which of these tensors a function has changed in place: all of them, if the reply is unknown."""
+    found = document.get("changed", ()) if isinstance(document, dict) else given
+    changed = {ident for ident in found if type(ident) is int} if isinstance(found, list) else found
+    torch.autograd.graph.increment_version(
+        [tensor for ident, tensor in given.items() if ident in changed and not tensor.is_inference()]
+    )
+
+
+def restore(document: Any, first: int, index: int, given: Given = _NOTHING) -> Any:
+    """The value that a host describes; its tensors stay on the host, with ids from `first` on. Raises ProtocolError.
+
+    Those that are parts of `given` ones become views of these.
+    """
     try:
-        return _restore(document, first, index, {})
+        return _restore(document, first, index, {~ident: tensor for ident, tensor in given.items()})
     except (AttributeError, IndexError, KeyError, RecursionError, RuntimeError, TypeError, ValueError) as error:
         raise ProtocolError(f"invalid result of a device: {document!r:.200}") from error
 
@@ -284,9 +308,11 @@ def _restore(document: Any, first: int, index: int, bases: dict[int, torch.Tenso
     ((kind, value),) = document.items()
     if kind == "tensor":
         number, shape, stride, dtype, view = value
-        layout = _layout(shape, stride, dtype, index)
-        if type(number) is not int or not 0 <= number < wire.BLOCK:
+        if type(number) is not int or number >= wire.BLOCK:
             raise ValueError("invalid number of a base")
+        if number < 0:
+            return view_of(bases[number], view)
+        layout = _layout(shape, stride, dtype, index)
         if number not in bases:
             bases[number] = layout.new(first + number)[0]
         base = bases[number]
@@ -324,5 +350,5 @@ def view_of(base: torch.Tensor, view: Sequence[Any]) -> torch.Tensor:
         raise ValueError("a view outside of its base")
     flat = base.detach()  # with the base's count of changes, as views have it
     if base.dtype is not layout.dtype:
-        flat = flat.as_strided((storage.nbytes() // size * size // base.element_size(),), (1,)).view(layout.dtype)
+        flat = flat.as_strided((storage.nbytes() // size * size // base.element_size(),), (1,), 0).view(layout.dtype)
     return flat.detach().as_strided_(layout.shape, layout.stride, offset)

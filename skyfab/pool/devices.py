@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -106,14 +106,29 @@ class DeviceCall(Caller):
     """One call: its future, and what becomes of its reply."""
 
     def __init__(
-        self, stream: DeviceStream, link: DeviceLink, label: str, first: int, events: Events, *, untrusted: bool
+        self,
+        stream: DeviceStream,
+        label: str,
+        first: int,
+        given: Mapping[int, Any],
+        events: Events,
+        *,
+        untrusted: bool,
     ) -> None:
-        """The tensors of its result stay on the host if `first` is not 0: that is the id of the first of them."""
+        """The tensors of its result stay on the host if `first` is not 0: that is the id of the first of them.
+
+        `given` are the tensors that it has, by id.
+        """
         self._stream = stream
+        self._given = given
+        link = stream.link
+        assert isinstance(link, DeviceLink)
         self._link = link
         self._label = label
         self._first = first
         self._untrusted = untrusted
+        self._changed: Any = None
+        """What the host says of changes: None if the call failed."""
         self._ended = events.call(label, link.name)
         self.future = DeviceCallFuture(stream)
         self.future.node = link.node
@@ -134,7 +149,9 @@ class DeviceCall(Caller):
         if isinstance(message, messages.Ended) and message.why == "unstarted" and self._stream.earlier_error:
             raise copy.copy(self._stream.earlier_error)
         try:
-            return unpack_result(message, buffers, **about)
+            value, changed = unpack_result(message, buffers, **about)
+            self._changed = {"changed": changed}
+            return value
         except DeviceError:  # it was not called, or needs a tensor that was never computed
             cause = self._stream.earlier_error
             if cause is None:
@@ -145,14 +162,18 @@ class DeviceCall(Caller):
         """The result, with remote tensors. Raises ProtocolError."""
         from skyfab.device import tensors
 
-        document = wire.decode(data)
+        self._changed = document = wire.decode(data)
         value = document.get("value") if isinstance(document, dict) else None
-        return tensors.restore(value, self._first, self._stream.index)
+        return tensors.restore(value, self._first, self._stream.index, self._given)
 
     def failed(self, error: BaseException) -> None:
         self._finish(None, error)
 
     def _finish(self, result: Any, error: BaseException | None) -> None:
+        from skyfab.device import tensors
+
+        tensors.note_changes(self._given, self._changed)
+        self._given = {}  # before the future is settled: this frame must keep no tensor that the program drops
         self._ended(error)  # before threads that wait for the future continue
         self.future.settle(result, error)
 
@@ -274,13 +295,14 @@ class Devices:
             self._events.emit(Notice(host=link.name, text=text))
         first = tensors.new_block() if keep else 0
         values = (stream.device, first, call.function, sources_of(call.function), call.args, call.kwargs, None)
+        arguments, given = remote_functions.pack(stream, values, self._on(on))
         packed = PackedCall(
             function=pack_function(self._caller, self._plugins),
-            arguments=remote_functions.pack(stream, values, self._on(on)),
+            arguments=arguments,
             label=call.function.label,
             timeout=timeout,
         )
-        started = DeviceCall(stream, link, packed.label, first, self._events, untrusted=self._untrusted)
+        started = DeviceCall(stream, packed.label, first, given, self._events, untrusted=self._untrusted)
 
         def send() -> None:
             with SIGNAL_GUARD:

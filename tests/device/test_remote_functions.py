@@ -449,6 +449,8 @@ class _Signs(nn.Module):  # type: ignore[misc, name-defined]
         self.inner = nn.Linear(1, 1)
 
     def forward(self, x: torch.Tensor, number: Any) -> torch.Tensor:
+        if isinstance(number, torch.Tensor):
+            return x * number
         return x * math.copysign(1, number.real) * math.copysign(2, number.imag)
 
 
@@ -456,9 +458,59 @@ def test_zeros_with_signs_are_different_arguments(device: Any) -> None:
     remote, x = sky.remote(_Signs().to(device)), torch.ones(1, device=device)
     numbers = [0.0, -0.0, complex(0.0, 0.0), complex(0.0, -0.0), 0]
     assert [remote(x, number).item() for number in numbers] == [2, -2, 2, -2, 2]
+    signs = [torch.signbit(remote(x, torch.tensor([number]))).item() for number in (0.0, -0.0, 0.0)]
+    assert signs == [False, True, False]
     for number in (0.0, -0.0):
         found = torch.linspace(number, -1.0, 2, device=device)
         assert torch.equal(found.cpu().signbit(), torch.linspace(number, -1.0, 2).signbit())
+
+
+def test_nan_is_one_argument(device: Any, syncs: Callable[[], int]) -> None:
+    remote, x = sky.remote(_Signs().to(device)), torch.ones(1, device=device)
+    found = [remote(x, float("nan")), remote(x, torch.tensor([math.nan]))]
+    before = syncs()
+    found += [remote(x, float("nan")), remote(x, torch.tensor([math.nan]))]
+    assert syncs() == before
+    assert [value.isnan().item() for value in found] == [False, True, False, True]
+
+
+class _Filled(nn.Module):  # type: ignore[misc, name-defined]
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(1, 1)
+        self.device: Any = None
+
+    def forward(self, device: Any = None, **more: Any) -> torch.Tensor:
+        return torch.ones(2, device=device or self.device) * more.get("by", 1)
+
+
+class _Holder:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def test_what_cannot_be_an_argument_of_a_remote_module(device: Any) -> None:
+    """Nothing is sent: the device and its tensors stay usable. Objects would be as they were in the first call."""
+    remote, kept = sky.remote(_Filled().to(device)), torch.ones(2, device=device)
+    for value in (lambda: 1, _Holder(1), _Holder(kept), {1, 2}, {_Holder: 1}, [sky], remote):
+        with pytest.raises(sky.UsageError, match="unsupported type of an argument"):
+            remote(device=device, other=value)
+    assert remote(by=3, other=(b"", "", None, 1j, torch.float16, torch.contiguous_format)).tolist() == [3, 3]
+    assert kept.tolist() == [1, 1]
+
+
+def test_the_device_is_that_of_the_host_there(device: Any, other: Any) -> None:
+    """In arguments and attributes of modules, and in arguments of functions."""
+    remote = sky.remote(module := _Filled().to(device))
+    for _ in range(2):
+        assert (made := remote(device=device)).tolist() == [1, 1]
+        assert made.device == device
+    module.device = device
+    assert sky.remote(module)(by=2).tolist() == [2, 2]
+    assert sky.run_on(device, lambda where: torch.ones(2, device=where), device).tolist() == [1, 1]
+    for call in (lambda: remote(device=other), lambda: sky.run_on(device, print, other)):
+        with pytest.raises(sky.UsageError, match=str(other)):
+            call()
 
 
 def test_a_remote_module_needs_a_remote_device() -> None:

@@ -94,6 +94,101 @@ def test_changes_of_a_view_are_seen_by_autograd(device: Any) -> None:
         loss.backward()
 
 
+def _zero(x: Any, **options: Any) -> None:
+    x.zero_()
+    if options.get("fails"):
+        raise KeyError("after it")
+
+
+def _failing(device: Any, x: Any) -> None:
+    with pytest.raises(sky.DeviceError, match="after it"):
+        sky.run_on(device, _zero, x, fails=True)
+
+
+def _zero_and_yield(x: Any) -> Iterator[int]:
+    yield 1
+    x.zero_()
+    yield 2
+
+
+def _read(x: Any) -> float:
+    return float(x.sum())
+
+
+class Same(nn.Module):
+    """Returns its input, a part of its weight, and a number of the program."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(2, 2))
+
+    def forward(self, x: Any, number: Any) -> Any:
+        return x, self.weight[0], number
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "function": lambda device, h: sky.run_on(device, _zero, h),
+    "argument_of_a_list": lambda device, h: sky.run_on(device, lambda x: x[1][0].zero_().sum().item(), [0, (h[0],)]),
+    "function_that_fails": lambda device, h: _failing(device, h),
+    "generator": lambda device, h: list(sky.run_on(device, _zero_and_yield, h)),
+    "result": lambda device, h: sky.run_on(device, lambda x: x, h.detach()).zero_(),
+    "part": lambda device, h: sky.run_on(device, lambda x: {"part": x.view(-1)[1:]}, h)["part"].zero_(),
+    "yielded": lambda device, h: next(sky.run_on(device, lambda x: (part for part in x), h)).zero_(),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_autograd_knows_what_a_remote_function_changes(device: Any, name: str) -> None:
+    weight = torch.ones(2, 2, device=device, requires_grad=True)
+    hidden = weight * 3
+    loss = (hidden * hidden).sum()
+    assert sky.run_on(device, _read, hidden) == 12
+    loss.backward(retain_graph=True)
+    assert weight.grad.tolist() == [[18, 18], [18, 18]]
+    CHANGES[name](device, hidden.detach())
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+    assert 0 in hidden.flatten().tolist()
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_autograd_knows_what_a_call_changes(remote_pool: sky.Compute, device: Any, keep: bool) -> None:
+    weight = torch.ones(2, 2, device=device, requires_grad=True)
+    for fails in (False, True):
+        hidden = weight * 3
+        loss = (hidden * hidden).sum()
+        assert remote_pool.submit(sky.function(_read)(hidden), keep=keep).result(170) == 12
+        loss.backward(retain_graph=True)
+        future = remote_pool.submit(sky.function(_zero)(hidden.detach(), fails=fails), keep=keep)
+        assert isinstance(future.exception(170), KeyError) is fails
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    hidden = weight * 3
+    loss = (hidden * hidden).sum()
+    if keep:
+        remote_pool.submit(sky.function(lambda x: x[0])(hidden), keep=keep).result(170).zero_()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+def test_autograd_knows_that_a_module_returns_its_input(device: Any) -> None:
+    module = Same().to(device)
+    remote, number = sky.remote(module), torch.tensor(2.0)
+    weight = torch.ones(2, 2, device=device, requires_grad=True)
+    for _ in range(2):
+        hidden = weight * 3
+        loss = (hidden * hidden).sum()
+        same, row, two = remote(hidden, number)
+        assert (same.tolist(), row.tolist(), two.item()) == ([[3, 3], [3, 3]], [1, 1], 2)
+        assert two.device == device
+        grads = torch.autograd.grad(same.sum() + 2 * row.sum(), (weight, module.weight), retain_graph=True)
+        assert [grad.tolist() for grad in grads] == [[[3, 3], [3, 3]], [[2, 2], [0, 0]]]
+        same.mul_(0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        assert hidden.tolist() == [[0, 0], [0, 0]]
+
+
 def test_tied_weights_that_are_loaded_there(device: Any) -> None:
     def model() -> Any:
         made = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))

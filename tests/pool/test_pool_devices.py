@@ -153,7 +153,7 @@ def test_an_error_that_nothing_raised_is_reported_at_the_end(pool: Devices, node
 def started(pool: Devices, node: Any, events: Events, first: int = 0) -> tuple[DeviceStream, DeviceCall]:
     stream = pool.open(node, "cpu", "")
     assert isinstance(stream.link, DeviceLink)
-    call = DeviceCall(stream, stream.link, "f", first, events, untrusted=False)
+    call = DeviceCall(stream, "f", first, {}, events, untrusted=False)
     stream.link.call(packed(label="f"), call)
     return stream, call
 
@@ -161,7 +161,7 @@ def started(pool: Devices, node: Any, events: Events, first: int = 0) -> tuple[D
 def test_a_call_returns_or_raises(pool: Devices, node: Any, events: Events) -> None:
     stream, call = started(pool, node, events)
     assert call.processes() == [(node, "device.cpu", None)]
-    call.answered(*result(5))
+    call.answered(*result((5, [])))
     assert call.future.result(0) == 5
     _, call = started(pool, node, events)
     call.answered(*raised(ValueError("no")))

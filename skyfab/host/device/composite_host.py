@@ -12,9 +12,13 @@ from typing import Any, Final
 
 import torch
 
+from skyfab.errors import UsageError
 from skyfab.host.device import host_results
 
 Tensors = Sequence[torch.Tensor | None]
+_PLAIN: Final = frozenset(
+    {type(None), bool, int, str, bytes, torch.dtype, torch.layout, torch.memory_format, torch.device}
+)
 
 
 def linear_backward(tensors: Sequence[torch.Tensor], mask: Sequence[bool]) -> Tensors:
@@ -113,28 +117,60 @@ def _apart(found: Sequence[torch.Tensor], others: Tensors) -> tuple[torch.Tensor
     return tuple(results)
 
 
-def template(value: Any, into: list[torch.Tensor], *, is_argument: bool = True) -> Any:
-    """A value with numbers instead of its tensors, which are appended to `into`. It is hashable."""
+def template(
+    value: Any, into: list[torch.Tensor], *, is_argument: bool = True, here: torch.device | None = None
+) -> Any:
+    """A value with numbers instead of its tensors, which are appended to `into`. It is hashable.
+
+    `here` is the program's name of the device. Raises UsageError for arguments of other types.
+    """
     if isinstance(value, torch.Tensor):
         if is_argument and value.dim() == 1 and value.device.type == "cpu" and not value.requires_grad:
-            return ("numbers", (value.dtype, tuple(value.tolist())))  # as the sizes of batches in a packed sequence
+            # as the sizes of batches in a packed sequence
+            return ("numbers", (value.dtype, tuple(map(plain, value.tolist()))))
         if value.layout is torch.sparse_coo:
             parts = {"indices": value._indices(), "values": value._values()}
             return ("sparse", (template(parts, into), tuple(value.shape), value.is_coalesced()))
         into.append(value)
         return ("tensor", len(into) - 1)
     if isinstance(value, dict):
-        return ("dict", tuple((key, template(item, into, is_argument=is_argument)) for key, item in value.items()))
+        if is_argument:
+            for key in value:
+                _require_plain(key)
+        items = [(key, template(item, into, is_argument=is_argument, here=here)) for key, item in value.items()]
+        return ("dict", tuple(items))
     if isinstance(value, list | tuple):
-        items = tuple(template(item, into, is_argument=is_argument) for item in value)
-        return ("list" if isinstance(value, list) else "tuple", items)
+        items = [template(item, into, is_argument=is_argument, here=here) for item in value]
+        return ("list" if isinstance(value, list) else "tuple", tuple(items))
+    if is_argument:
+        _require_plain(value)
+        if here is not None and isinstance(value, torch.device) and value.type == here.type:
+            if (value.index or 0) != here.index:
+                raise UsageError(f"an argument of a module on {here} is {value}", hint=f"pass {str(here)!r}")
+            return ("device", None)
     return plain(value)
 
 
+def _require_plain(value: object) -> None:
+    """Others would be sent once, as they are in the first call, and a host may be unable to unpickle them."""
+    if type(value) not in _PLAIN and not isinstance(value, float | complex):
+        raise UsageError(
+            f"unsupported type of an argument: {type(value).__qualname__}: expected tensors, numbers, strings, dtypes, "
+            "devices, None, or lists, tuples and dicts of them",
+            hint="pass the tensors and numbers of the object, or use sky.run_on",
+        )
+
+
 def plain(value: Any) -> Any:
-    """A template of a value: True, 1 and 1.0 are equal, and not the same argument, and so are 0.0 and -0.0."""
-    exact = (repr(value),) if isinstance(value, float | complex) else ()
-    return ("plain", (type(value).__name__, value, *exact))
+    """A template of a value: True, 1 and 1.0 are equal, and not the same argument.
+
+    Some numbers are text: 0.0 and -0.0 are equal, and NaN is not equal to itself.
+    """
+    if isinstance(value, float):  # also of a subclass, as NumPy's
+        return ("float", repr(float(value)))
+    if isinstance(value, complex):
+        return ("complex", repr(complex(value)))
+    return ("plain", (type(value).__name__, value))
 
 
 def fill_in(made: Any, tensors: Sequence[Any]) -> Any:
@@ -143,7 +179,7 @@ def fill_in(made: Any, tensors: Sequence[Any]) -> Any:
     if kind == "tensor":
         return tensors[value]
     if kind == "numbers":
-        return torch.tensor(value[1], dtype=value[0])
+        return torch.tensor([fill_in(item, ()) for item in value[1]], dtype=value[0])
     if kind == "sparse":
         parts, size, is_coalesced = value
         options = {"size": size, "is_coalesced": is_coalesced, "check_invariants": False}
@@ -152,6 +188,10 @@ def fill_in(made: Any, tensors: Sequence[Any]) -> Any:
         return {key: fill_in(item, tensors) for key, item in value}
     if kind in ("list", "tuple"):
         return (list if kind == "list" else tuple)(fill_in(item, tensors) for item in value)
+    if kind == "device":
+        return tensors[-1].device  # that of the module's own
+    if kind in ("float", "complex"):
+        return (float if kind == "float" else complex)(value)
     return value[1]
 
 
@@ -220,7 +260,7 @@ class HostModule:
         """
         _, own, arguments, autocast = spec
         count = len(tensors) - own
-        args, kwargs = fill_in(arguments, tensors[:count])
+        args, kwargs = fill_in(arguments, tensors)
         device = self.device(tensors)
         with torch.autocast(device.type, getattr(torch, autocast)) if autocast else contextlib.nullcontext():
             with self._with_tensors(tensors[count:]):
@@ -310,16 +350,12 @@ def module_first(
         structure = template(called.call(spec, values), results, is_argument=False)
         return tuple(results)
 
-    before = [_version(tensor) for tensor in tensors]
+    before = list(map(host_results.version, tensors))
     *results, handle = _with_graph(function, tensors, wanted)
-    changed = tuple(at for at, tensor in enumerate(tensors) if _version(tensor) != before[at])
-    bases, locations = host_results.share([host_results.plain(result) for result in results], called.device(tensors))
+    changed = tuple(at for at, tensor in enumerate(tensors) if host_results.version(tensor) != before[at])
+    results = [host_results.plain(result) for result in results]
+    bases, locations = host_results.share(results, called.device(tensors), dict(enumerate(tensors)))
     return (*bases, handle), tuple(locations), structure, changed, getattr(called.module, "note", "")
-
-
-def _version(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; 0 if that is not counted."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def state_dict(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

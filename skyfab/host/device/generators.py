@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any, Final
 
 import torch
@@ -31,8 +31,10 @@ class RunningGenerator:
     It finds that again when it continues, and what the worker executes meanwhile does not.
     """
 
-    def __init__(self, generator: Generator[Any, Any, Any]) -> None:
+    def __init__(self, generator: Generator[Any, Any, Any], given: Mapping[int, torch.Tensor]) -> None:
         self._generator = generator
+        self.given = given
+        """The program's tensors that its function was called with, by id."""
         self._error: Exception | SystemExit | None = None
         self._moment = _FIRST
         self._grad, self._inference, self._autocast = True, False, _autocast()

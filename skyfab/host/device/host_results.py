@@ -1,24 +1,31 @@
 """Results that stay on a host: which tensors are kept, and how they are described to the client.
 
 Tensors of a result that share memory are kept as one tensor, their base, of which they are views. So they share memory
-for the program too.
+for the program too. Those in the memory of an argument are views of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, Final
 
 import torch
 
 from skyfab.host.device.memory import DTYPE_NUMBERS, memory_of
 
+_NOTHING: Final = MappingProxyType[int, torch.Tensor]({})
 View = tuple[tuple[int, ...], tuple[int, ...], int, int]
 """Shape, strides, offset and number of the dtype: a view of a base. The offset is in elements of the view."""
 
 
-def describe_result(value: Any, device: torch.device) -> tuple[list[torch.Tensor], Any]:
-    """The tensors that are kept of a result, and the document that describes it. Raises TypeError."""
+def describe_result(
+    value: Any, device: torch.device, given: Mapping[int, torch.Tensor] = _NOTHING
+) -> tuple[list[torch.Tensor], Any]:
+    """The tensors that are kept of a result, and the document that describes it. Raises TypeError.
+
+    `given` are the arguments, as `share` has them.
+    """
     found: list[torch.Tensor] = []
     layouts: list[list[Any]] = []
     """What is replied for each of them."""
@@ -39,37 +46,58 @@ def describe_result(value: Any, device: torch.device) -> tuple[list[torch.Tensor
         raise TypeError(f"a result on a device cannot contain a {type(value).__qualname__}")
 
     made = document(value)
-    bases, locations = share(found, device)
+    bases, locations = share(found, device, given)
     for about, (number, view) in zip(layouts, locations, strict=True):
-        base = bases[number]
+        base = given[~number] if number < 0 else bases[number]
         about += [number, [*base.shape], [*base.stride()], DTYPE_NUMBERS[base.dtype], view]
     return bases, made
 
 
 def share(
-    tensors: Sequence[torch.Tensor], device: torch.device
+    tensors: Sequence[torch.Tensor], device: torch.device, given: Mapping[int, torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[tuple[int, View | None]]]:
     """One base for each memory that the tensors are in; and for each tensor the base's index, and which view it is.
 
     A base is a tensor that has all others of its memory in itself; if there is none, the whole memory. Bases of another
-    device are moved.
+    device are moved. A tensor that is part of a `given` one is a view of that: the index is then ``~key``.
     """
     groups: dict[int, list[torch.Tensor]] = {}
     memories = [memory_of(tensor) if tensor.numel() else -1 - at for at, tensor in enumerate(tensors)]
+    owners = _owners(tensors, memories, given)
     for memory, tensor in zip(memories, tensors, strict=True):
-        groups.setdefault(memory, []).append(tensor)
+        if memory not in owners:
+            groups.setdefault(memory, []).append(tensor)
     bases = {memory: _base(members, device) for memory, members in groups.items()}
     numbers = {memory: number for number, memory in enumerate(groups)}
     locations: list[tuple[int, View | None]] = []
     used: set[int] = set()
     for memory, tensor in zip(memories, tensors, strict=True):
-        if tensor is bases[memory] and memory not in used:
+        if memory not in owners and tensor is bases[memory] and memory not in used:
             used.add(memory)
             locations.append((numbers[memory], None))
         else:
             view = (tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), DTYPE_NUMBERS[tensor.dtype])
-            locations.append((numbers[memory], view))
+            locations.append((~owners[memory] if memory in owners else numbers[memory], view))
     return [base if hasattr(base, "graph") else base.to(device) for base in bases.values()], locations
+
+
+def _owners(
+    tensors: Sequence[torch.Tensor], memories: Sequence[int], given: Mapping[int, torch.Tensor]
+) -> dict[int, int]:
+    """The key of a `given` tensor for each memory in which all of the tensors are parts of it."""
+    ends: dict[int, int] = {}
+    for memory, tensor in zip(memories, tensors, strict=True):
+        ends[memory] = max(_end(tensor), ends.get(memory, 0))
+    return {
+        memory: key
+        for key, tensor in given.items()
+        if (memory := memory_of(tensor)) in ends and _end(tensor) >= ends[memory]
+    }
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; 0 if that is not counted."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _base(members: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:

@@ -36,7 +36,8 @@ RESUME: Final = -10
 """text, instructions: the program knows of the error, which is this text, and instructions that follow are executed
 again. Tensors that these skipped instructions would have changed are lost."""
 RUN: Final = -11
-"""first id, numbers of buffers: calls a function with the host's own tensors, and replies with what it returned."""
+"""first id, numbers of buffers: calls a function with the host's own tensors, and replies with what it returned, and
+with the ids of the tensors that it has changed in place."""
 GENERATOR: Final = -12
 """id: makes a random number generator."""
 STATE: Final = -13

@@ -18,7 +18,7 @@ from skyfab.host.agent import cuda
 from skyfab.host.channel import ChannelBroken
 from skyfab.host.device import composite_host, wire
 from skyfab.host.device.generators import RunningGenerator, own_defaults
-from skyfab.host.device.host_results import describe_result
+from skyfab.host.device.host_results import describe_result, version
 from skyfab.host.device.memory import DTYPES, Failure, Lost, Tensors, bytes_of
 from skyfab.host.device.p2p_host import TensorChannels
 from skyfab.host.device.worker_plans import WorkerPlan
@@ -42,6 +42,8 @@ class Executor:
         """0 is the device's own."""
         self._iterators: dict[int, RunningGenerator] = {}
         """Generators of functions that a program iterates over."""
+        self._given: dict[int, tuple[torch.Tensor, int]] = {}
+        """The program's tensors that a function is called with, by id, with their versions before the call."""
         self._channels = TensorChannels(self._tensors, self._device)
         self.close = self._channels.close_all
         self.tensors = self._tensors.values
@@ -93,6 +95,10 @@ class Executor:
                     tensors.lose(self._outputs(instruction), self._failure)
                     error.with_traceback(None)
         self._uploads = ()
+        if self._given:
+            if self._reply is not None:
+                self._reply["changed"] = self._changed()
+            self._given = {}
         data = b"" if self._reply is None else wire.encode(self._reply)
         return codec.Payload(data, self._buffers)
 
@@ -161,7 +167,8 @@ class Executor:
 
     def _keep(self, value: Any, first: int) -> Any:
         """Keeps the tensors of a result under new ids; returns what is replied to the client."""
-        bases, document = describe_result(value, self._device)
+        given = {ident: tensor for ident, (tensor, _) in self._given.items()}
+        bases, document = describe_result(value, self._device, given)
         self._tensors.update(enumerate(bases, first))
         return document
 
@@ -264,7 +271,8 @@ class Executor:
             function, args, kwargs = self._unpickled(numbers)
             result = function(*args, **kwargs)
         if isinstance(result, types.GeneratorType):
-            self._iterators[ident] = RunningGenerator(result)
+            given = {ident: tensor for ident, (tensor, _) in self._given.items()}
+            self._iterators[ident] = RunningGenerator(result, given)
             self._reply = {"value": {"iterator": None}}
         else:
             self._reply = {"value": self._keep(result, ident)}
@@ -272,6 +280,8 @@ class Executor:
     def _next(self, instruction: Sequence[Any]) -> None:
         _, iterator, ident = instruction
         found = self._iterators.get(iterator)  # None: it is over, and this was asked for ahead
+        if found is not None:
+            self._given = {each: (tensor, version(tensor)) for each, tensor in found.given.items()}
         values, over = found.next() if found is not None else ([], True)
         if over:
             self._iterators.pop(iterator, None)
@@ -292,15 +302,30 @@ class Executor:
     # ---- calls between batches
 
     def call(self, first: int, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Calls a function. If `first` is not 0, the tensors of its result stay, with ids from `first` on."""
-        if self._failure is not None:
-            raise Lost(f"not called {self._failure}")
-        with own_defaults():
-            result = context.awaited(function(*args, **kwargs))
-        return codec.Payload(wire.encode({"value": self._keep(result, first)})) if first else result
+        """Calls a function. Returns its result, and the ids of tensors that it has changed.
+
+        If `first` is not 0, the tensors of its result stay, with ids from `first` on.
+        """
+        try:
+            if self._failure is not None:
+                raise Lost(f"not called {self._failure}")
+            with own_defaults():
+                result = context.awaited(function(*args, **kwargs))
+            if first:
+                return codec.Payload(wire.encode({"value": self._keep(result, first), "changed": self._changed()}))
+            return result, self._changed()
+        finally:
+            self._given = {}
 
     def tensor(self, ident: int) -> torch.Tensor:
-        return self._tensors[ident].detach()
+        """A tensor for a function that is about to be called."""
+        found = self._tensors[ident]
+        self._given[ident] = found, version(found)
+        return found.detach()
+
+    def _changed(self) -> list[int]:
+        """The ids of tensors that the function has changed in place: autograd in the program must know."""
+        return [ident for ident, (tensor, before) in self._given.items() if version(tensor) != before]
 
 
 _executors: Final[dict[str, Executor]] = {}

@@ -20,13 +20,14 @@ from skyfab.errors import HostError
 from skyfab.inventory.host import Host
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import name_of
-from skyfab.protocol.frames import ACK, DATA, HEAD, HEADER, HELLO, PING, PONG
+from skyfab.protocol.frames import ACK, DATA, HEAD, HEADER, HELLO, PING, PONG, Buffer
 from skyfab.protocol.messages import Message
 from skyfab.protocol.mux import SMALL
 from skyfab.session.bootstrap import Bootstrap
 from skyfab.session.bundle import bundle
 from skyfab.session.lines import Lines
 from skyfab.session.reader import SharedReader
+from skyfab.session.replies import Reply
 from skyfab.session.session import Session
 from skyfab.session.timing import Timing
 from skyfab.ssh.base import Stream
@@ -154,8 +155,12 @@ class Talk:
     def __init__(self, session: Session, ear: Ear) -> None:
         self.session = self._session = session
         self._ear = ear
-        self.ask = session.ask
         self.send = session.send
+
+    def ask(self, message: Message, parts: Sequence[Buffer] = ()) -> Message:
+        reply = Reply()
+        self.send(message, parts, answer=reply.answered, failure=reply.failed)
+        return reply.wait()[0]
 
     def function(self, function: Callable[..., Any]) -> str:
         """Teaches a function that every Python has; returns its digest."""

@@ -450,7 +450,7 @@ class _Signs(nn.Module):  # type: ignore[misc, name-defined]
 
     def forward(self, x: torch.Tensor, number: Any) -> torch.Tensor:
         if isinstance(number, torch.Tensor):
-            return x * number
+            return x * number.to(x.device)
         return x * math.copysign(1, number.real) * math.copysign(2, number.imag)
 
 

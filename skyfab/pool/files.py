@@ -252,11 +252,11 @@ def _lone(sources: Mapping[str, Remote]) -> Callable[[Entry, str], bool]:
     lone: set[bytes] = set()
     for path, owners in hosts.items():
         differ = [host for host in owners if sources[host].paths[path] is not None]
-        if len(differ) == 1 < len(owners) and not sources[differ[0]].paths[path]:
-            hosts[path] = [host for host in owners if host not in differ]
-        elif len(owners) > 1:
-            hosts[path] = differ
-        if (len(owners) == 1 or len(differ) == 1) and path.split(b"/")[0] not in names:
+        if len(owners) > 1:
+            is_older = len(differ) == 1 and not sources[differ[0]].paths[path]
+            rest = [host for host in owners if host not in differ]
+            hosts[path] = rest if is_older else differ if len(differ) == 1 else []
+        if hosts[path] and path.split(b"/")[0] not in names:
             lone.update(and_above(path))
 
     def is_lone(entry: Entry, host: str) -> bool:

@@ -73,7 +73,7 @@ def _casting_linear(rest: Callable[..., Any]) -> Callable[..., Any]:
 
     def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         given = [tensor for tensor in (x, weight, bias) if tensor is not None]
-        if not all(map(is_plain, given)):
+        if not all(map(is_plain, given)) or weight.dim() != 2:
             return rest(x, weight, bias)
         with torch._C._ExcludeDispatchKeyGuard(_KEYS):
             if all(is_remote(t) and t.dtype in (torch.float32, torch.float16, torch.bfloat16) for t in given):

@@ -122,7 +122,7 @@ def _linear_gradients(
     """The gradients of input, weight and bias, where they are wanted."""
 
     def outputs() -> list[torch.Tensor | None]:
-        kinds = ((x.shape, x.dtype), (weight.shape, weight.dtype), (weight.shape[:1], weight.dtype))
+        kinds = ((x.shape, x.dtype), (weight.shape, weight.dtype), (weight.shape[:-1], weight.dtype))
         return [
             torch.empty(shape, dtype=dtype, device="meta") if is_wanted else None
             for (shape, dtype), is_wanted in zip(kinds, wanted, strict=True)

@@ -640,3 +640,23 @@ def test_two_hosts(device: Any, other: Any) -> None:
     second.to(other)
     second(first(x.to(device)).to(other)).sum().backward()
     torch.testing.assert_close(first.weight.grad.cpu(), expected)
+
+
+@pytest.mark.parametrize("casts", [False, True])
+@pytest.mark.parametrize(
+    ("weight", "x", "bias"),
+    [((3,), (4, 3), None), ((3,), (3,), None), ((3,), (2, 4, 3), ()), ((3, 0), (4, 0), (3,)), ((0, 3), (4, 3), (0,))],
+)
+def test_linear_layers_without_rows_columns_or_that_dimension(
+    device: Any, weight: tuple[int, ...], x: tuple[int, ...], bias: tuple[int, ...] | None, casts: bool
+) -> None:
+    given = [torch.full(shape, 0.5) for shape in (x, weight, bias) if shape is not None]
+    found = []
+    for place in ("cpu", device):
+        tensors = [tensor.to(place).requires_grad_() for tensor in map(torch.Tensor.clone, given)]
+        with torch.autocast("sky" if place == device else "cpu", torch.bfloat16, enabled=casts):
+            result = nn.functional.linear(*tensors)
+        result.sum().backward()
+        found.append([result.detach().cpu(), *(tensor.grad.cpu() for tensor in tensors)])
+    for expected, got in zip(*found, strict=True):
+        assert got.shape == expected.shape and torch.allclose(got, expected)

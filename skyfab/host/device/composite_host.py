@@ -24,12 +24,19 @@ _PLAIN: Final = frozenset(
 def linear_backward(tensors: Sequence[torch.Tensor], mask: Sequence[bool]) -> Tensors:
     """The gradients of input, weight and bias, where `mask` asks for them. `tensors`: input, gradient, weight."""
     x, grad, weight = tensors
-    flat = grad.reshape(-1, grad.shape[-1])
+    if weight.dim() == 1:  # the result has no dimension for its one output
+        grad = grad.unsqueeze(-1)
+    flat, inputs = _rows(grad), _rows(x)
     return (
-        (flat @ weight).view(x.shape) if mask[0] else None,
-        flat.t() @ x.reshape(-1, x.shape[-1]) if mask[1] else None,
-        flat.sum(0) if mask[2] else None,
+        (flat @ _rows(weight)).view(x.shape) if mask[0] else None,
+        (flat.t() @ inputs).view(weight.shape) if mask[1] else None,
+        flat.sum(0).view(weight.shape[:-1]) if mask[2] else None,
     )
+
+
+def _rows(tensor: torch.Tensor) -> torch.Tensor:
+    """As a matrix. `reshape` cannot infer the number of rows where there is no column."""
+    return tensor.flatten(0, -2) if tensor.dim() > 1 else tensor.unsqueeze(0)
 
 
 def rms_norm_backward(tensors: Sequence[Any], shape: Sequence[int], mask: Sequence[bool]) -> Tensors:

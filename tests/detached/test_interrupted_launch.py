@@ -7,7 +7,7 @@ import time
 import pytest
 
 import skyfab as sky
-from skyfab.detached import run as detached
+from skyfab.detached import find as detached
 from skyfab.lab import Lab
 from skyfab.pool import compute as pool
 

@@ -151,6 +151,25 @@ def test_more_kinds_of_operations_than_are_kept(device: Any, monkeypatch: pytest
     assert planned() > 0, "it was forgotten"
 
 
+def test_a_plan_that_another_thread_forgets_while_it_is_used(device: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its instruction is made after a lookup, and sent after the plans were forgotten."""
+    from skyfab.device.plans import forget_plans
+    from skyfab.device.stream import DeviceStream
+
+    x = torch.ones(3, device=device)
+    assert (x + 1).tolist() == [2, 2, 2]
+    emit = DeviceStream.emit
+
+    def late(stream: DeviceStream, instruction: Any, **more: Any) -> None:
+        if instruction[0] >= 0:
+            forget_plans()
+        emit(stream, instruction, **more)
+
+    monkeypatch.setattr(DeviceStream, "emit", late)
+    for _ in range(3):
+        assert (x + 1).tolist() == [2, 2, 2]
+
+
 def test_the_line_of_a_wait_is_the_programs_own(device: Any, line: Callable[[], int]) -> None:
     """Not one of PyTorch's, in which it waits."""
     a = torch.ones(3, device=device)

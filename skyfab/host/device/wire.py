@@ -43,7 +43,7 @@ GENERATOR: Final = -12
 STATE: Final = -13
 """id of a generator or 0: replies with its state; with the number of a buffer, sets it."""
 FORGET: Final = -14
-"""All plans are forgotten."""
+"""The program has forgotten its plans: those from before the last FORGET are not used again."""
 HELLO: Final = -15
 """Replies with the version of torch."""
 NEXT: Final = -16

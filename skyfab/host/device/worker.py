@@ -38,6 +38,8 @@ class Executor:
         self._device = torch.device(device)
         self._tensors = Tensors()
         self._plans: dict[int, WorkerPlan] = {}
+        self._forgotten = 0
+        """The last plan when the program last forgot its plans."""
         self._generators: dict[int, torch.Generator] = {}
         """0 is the device's own."""
         self._iterators: dict[int, RunningGenerator] = {}
@@ -158,7 +160,11 @@ class Executor:
         self._plans[number] = WorkerPlan(self._scope, name, args, kwargs, layouts, first=1)
 
     def _forget(self, _: Sequence[Any]) -> None:
-        self._plans.clear()
+        """Plans since the last time stay: another thread of the program may be about to use one."""
+        last = max(self._plans, default=0)
+        for number in [number for number in self._plans if number <= self._forgotten]:
+            del self._plans[number]
+        self._forgotten = last
 
     def _dynamic(self, instruction: Sequence[Any]) -> None:
         _, name, args, kwargs, operands, ident = instruction

@@ -241,8 +241,8 @@ class Files:
 def _lone(sources: Mapping[str, Remote]) -> Callable[[Entry, str], bool]:
     """Says of a host's entry whether it keeps its place: the host alone has it, or something in it.
 
-    So does a file that the others have as it is here, if it is newer: they were sent it, and this host has written it
-    since. If it is older, those of the others keep their place: they were fetched.
+    Of a file that differs from the one here on one host only, the newer version keeps its place: that of this host has
+    been written since the others were sent theirs, or those of the others have been fetched.
     """
     hosts: dict[bytes, list[str]] = {}
     for host, source in sources.items():
@@ -253,9 +253,12 @@ def _lone(sources: Mapping[str, Remote]) -> Callable[[Entry, str], bool]:
     for path, owners in hosts.items():
         differ = [host for host in owners if sources[host].paths[path] is not None]
         if len(owners) > 1:
-            is_older = len(differ) == 1 and not sources[differ[0]].paths[path]
-            rest = [host for host in owners if host not in differ]
-            hosts[path] = rest if is_older else differ if len(differ) == 1 else []
+            if len(differ) != 1:
+                hosts[path] = []
+            elif sources[differ[0]].paths[path]:
+                hosts[path] = differ
+            else:
+                hosts[path] = [host for host in owners if host not in differ]
         if hosts[path] and path.split(b"/")[0] not in names:
             lone.update(and_above(path))
 

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.device.call_site import CallSite, describe
 from skyfab.errors import DeviceError, ProtocolError, SkyfabError, UsageError
 from skyfab.host.device import wire
@@ -50,7 +51,11 @@ class Batch:
         self._stream = stream
         self.entries = entries
         self.size = size
-        self.done = False
+        self.is_there = False
+        """It was received, or never will be."""
+        self._arrived = threading.Lock()
+        """Held until the reply is there."""
+        self._arrived.acquire()
         self.document: Any = None
         self.error: Exception | None = None
         """What failed in it, or why it was not executed. It may have been raised already."""
@@ -128,7 +133,13 @@ class Batch:
         try:
             self._stream.replied(self, error)
         finally:
-            self.done = True  # a thread may wait for it
+            self.is_there = True
+            self._arrived.release()
+
+    def block(self) -> None:
+        """Waits for the reply; another thread reads."""
+        if not self.is_there:
+            SIGNAL_GUARD.acquire(self._arrived)
 
 
 Then = Callable[[Batch, Exception | None], None]

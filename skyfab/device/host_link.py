@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ class HostLink(Protocol):
     def send(self, payload: codec.Payload, batch: Batch) -> None:
         """Sends a batch; its `answered` or `failed` is called once. Raises HostLost."""
 
-    def wait(self, done: Callable[[], bool]) -> None:
-        """Reads until `done()`, or the connection has ended."""
+    def receive(self, batch: Batch) -> None:
+        """Waits for the reply to a batch. Raises UsageError on a thread that may not wait."""
 
     def may_wait(self) -> bool:
         """Whether this thread may wait: the thread that reads cannot, where it runs callbacks."""

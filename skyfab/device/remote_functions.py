@@ -137,7 +137,7 @@ class _RemoteIterator(Iterator[Any]):
     def _receive(self) -> None:
         """Waits for more values."""
         batch, first = self._waiting[0]
-        self._stream.wait(lambda: batch.done or self._stream.is_lost, find_call_site())
+        self._stream.wait(batch, find_call_site())
         try:
             if batch.document is None:
                 self._stream.check()

@@ -8,7 +8,6 @@ The program is not held up by the host, except where it needs a value, or is too
 from __future__ import annotations
 
 import copy
-import functools
 import os
 import pickle
 import threading
@@ -21,7 +20,7 @@ from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
 from skyfab.device.batches import Batch, Entry, Then, current, observers, report_skipped
 from skyfab.device.call_site import CallSite, describe, find_call_site
 from skyfab.device.storages import RemoteStorage, forget
-from skyfab.errors import DeviceError, HostLost, SkyfabError, UsageError, WorkerDied
+from skyfab.errors import DeviceError, SkyfabError, UsageError, WorkerDied
 from skyfab.host.device import wire
 from skyfab.protocol import codec
 
@@ -167,10 +166,8 @@ class DeviceStream:
 
     def receive(self, batch: Batch) -> Batch:
         """Waits for the reply."""
-        self.wait(functools.partial(self._is_over, batch), find_call_site())
+        self.wait(batch, find_call_site())
         self.check()
-        if not batch.done:
-            raise HostLost("the connection has ended", host=self.link.name)
         return batch
 
     def send_between(self, send: Callable[[], None]) -> None:
@@ -203,10 +200,11 @@ class DeviceStream:
         if self._lost is None:
             self.buffer.append((instruction, None, current.thread, False))
 
-    def wait(self, done: Callable[[], bool], site: CallSite) -> None:
-        """Waits for something of this device, for a line of the program."""
+    def wait(self, batch: Batch, site: CallSite) -> None:
+        """Waits for the reply to a batch, for a line of the program."""
         begin = time.perf_counter()
-        self.link.wait(done)
+        if not batch.is_there:
+            self.link.receive(batch)
         with SIGNAL_GUARD, self._replying:
             if not self._ahead:
                 self.limit = min(self.limit, FEW)
@@ -215,16 +213,16 @@ class DeviceStream:
 
     def _wait_for_room(self) -> None:
         """Waits while too much is under way. Without the lock: callbacks on the thread that reads need it meanwhile."""
-        if not self._has_room() and self.link.may_wait():
-            self.wait(self._has_room, find_call_site())
+        while not self._has_room() and self.link.may_wait():
+            with self._replying:
+                oldest = self._ahead[0] if self._ahead else None
+            if oldest is not None:
+                self.wait(oldest, find_call_site())
 
     def _has_room(self) -> bool:
         """Also where there is an error to raise."""
         is_full = len(self._ahead) >= _MOST_AHEAD or self._bytes > _MOST_BYTES
         return not is_full or self.earlier_error is not None
-
-    def _is_over(self, batch: Batch) -> bool:
-        return batch.done or self._lost is not None
 
     def _send(self, then: Then | None = None) -> Batch | None:
         freed = self.take_freed()  # before the buffer: what uses them is already in it
@@ -301,7 +299,6 @@ class DeviceStream:
             if self.earlier_error is not None:
                 self.limit = 0
         batch.entries = ()
-        batch.done = True
         if batch.then is not None:
             batch.then(batch, self._lost or batch.error)
 

@@ -277,7 +277,7 @@ def result_of(
         try:
             value = stream.receive(batch).value()
         finally:
-            note_changes(given, (batch.document or {}) if batch.done else None)
+            note_changes(given, (batch.document or {}) if batch.is_there else None)
         return ITERATOR if value == ITERATOR else restore(value, first, stream.index, given)
     except BaseException:  # also Ctrl-C: the host may have results that will not be used
         stream.freed.append(-first)

@@ -39,7 +39,7 @@ from skyfab.pool.addresses import meeting_addresses
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.node import Caller, Node, WorkerSpec
 from skyfab.protocol import codec, messages
-from skyfab.session.reader import is_handling
+from skyfab.session.reader import is_handling, refuse_to_wait
 from skyfab.ui.events import Events, Notice
 
 if TYPE_CHECKING:
@@ -88,8 +88,10 @@ class DeviceLink:
     def is_alive(self) -> bool:
         return not self._generation or self.node.has_worker(self.worker, self._generation)
 
-    def wait(self, done: Callable[[], bool]) -> None:
-        self._session.wait(done)
+    def receive(self, batch: Batch) -> None:
+        refuse_to_wait()
+        with SIGNAL_GUARD:
+            self._session.read_until_there(batch)
 
     def may_wait(self) -> bool:
         return not is_handling()

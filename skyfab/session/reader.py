@@ -23,7 +23,6 @@ from typing import Final, Protocol
 
 from skyfab._util.signals import NAP, SIGNAL_GUARD, SignalCame
 from skyfab.errors import UsageError
-from skyfab.session.replies import Reply
 
 if sys.platform == "linux":  # calls wait for what `selectors` adds to it
     from select import EPOLLIN as _READABLE
@@ -67,6 +66,17 @@ def refuse_to_wait() -> None:
         )
 
 
+class Awaited(Protocol):
+    """A reply for which a thread waits."""
+
+    @property
+    def is_there(self) -> bool:
+        """It was received, or never will be."""
+
+    def block(self) -> None:
+        """Waits for it; another thread reads."""
+
+
 class Readable(Protocol):
     """The reader's view of a connection. Each method returns actions to run without any lock."""
 
@@ -100,7 +110,7 @@ class SharedReader:
         would be held while a signal handler runs, and the thread that reads for the handler would wait for it."""
         self._served: set[Readable] = set()
         """Connections of which something was handled since threads in `wait` were last woken."""
-        self._callers: list[Reply] = []
+        self._callers: list[Awaited] = []
         """What threads wait for in `read_until_there`."""
         self._rests_until = 0.0
         self._resume = threading.Event()
@@ -217,7 +227,7 @@ class SharedReader:
                 del self._waits[handled]
         return True
 
-    def read_until_there(self, reply: Reply) -> None:
+    def read_until_there(self, reply: Awaited) -> None:
         """Waits for a reply, and reads the connections meanwhile unless another thread does.
 
         Call it inside a block of SIGNAL_GUARD: a handler that raised while what was read is handled would lose it.

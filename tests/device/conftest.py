@@ -126,7 +126,6 @@ class ForkedLink:
         self._process.start()
         theirs.close()
         self._sent: queue.SimpleQueue[Batch | None] = queue.SimpleQueue()
-        self._replied = threading.Condition()
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 
@@ -139,13 +138,9 @@ class ForkedLink:
         while (batch := self._sent.get()) is not None:
             parts = list(map(memoryview, self._connection.recv()))
             batch.answered(messages.Result(parts=[len(part) for part in parts]), parts)
-            with self._replied:
-                self._replied.notify_all()
 
-    def wait(self, done: Callable[[], bool]) -> None:
-        with self._replied:
-            while not done():
-                self._replied.wait(0.05)
+    def receive(self, batch: Batch) -> None:
+        batch.block()
 
     def addresses_for(self, other: object) -> Sequence[str]:
         return ["127.0.0.1"]

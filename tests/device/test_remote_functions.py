@@ -167,7 +167,7 @@ def test_a_generator_that_raises(device: Any, monkeypatch: pytest.MonkeyPatch, e
 
     def start_and_wait(*instruction: Any) -> Any:
         batch = start(*instruction)
-        stream.link.wait(lambda: batch.done)
+        stream.wait(batch, None)
         return batch
 
     if early:

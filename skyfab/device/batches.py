@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import sys
@@ -133,13 +134,19 @@ class Batch:
         try:
             self._stream.replied(self, error)
         finally:
-            self.is_there = True
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Ends the wait for the reply. Doing it again does nothing."""
+        self.is_there = True
+        with contextlib.suppress(RuntimeError):
             self._arrived.release()
 
     def block(self) -> None:
-        """Waits for the reply; another thread reads."""
+        """Waits for the reply, which another thread reads. Several threads may wait."""
         if not self.is_there:
             SIGNAL_GUARD.acquire(self._arrived)
+            self.give_up()
 
 
 Then = Callable[[Batch, Exception | None], None]

@@ -321,6 +321,8 @@ class DeviceStream:
         with SIGNAL_GUARD, self._replying:
             self._lost = self._lost or why
             self.limit = 0
+            for batch in self._ahead:
+                batch.give_up()
 
     def _raise(self) -> None:
         """Raises a copy of what there is to raise: what is kept must not keep the frames that it was raised in.

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from stage.spot import until
 from stage.threads import at_once
 
 import skyfab as sky
@@ -143,14 +144,12 @@ def test_threads_count_while_operations_of_all_of_them_fail(device: Any) -> None
 def test_an_error_that_nothing_raised_is_reported_when_the_pool_closes(
     remote_pool: sky.Compute, failing_on: Any
 ) -> None:
-    from skyfab.device import tensors
 
     notices: list[str] = []
     with sky.Compute([remote_pool.hosts[1].host], ui="none") as pool:
         pool.events.subscribe(lambda event: notices.append(str(event)))
         device = pool.device("cpu")
-        stream = tensors.streams[device.index]
         with failing_on(device):
             future = sky.fetch(torch.ones(2, device=device))
-        stream.wait(future.done, None)
+        until(future.done)
     assert [text for text in notices if "conftest.py" in text and "was not raised" in text]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from skyfab.device.batches import Batch
@@ -50,9 +50,9 @@ class Node:
         parts = [memoryview(part) for part in (data, *buffers)]
         self.open.pop(0).answered(messages.Result(parts=[len(part) for part in parts]), parts)
 
-    def wait(self, done: Callable[[], bool]) -> None:
+    def receive(self, batch: Batch) -> None:
         self.waits += 1
-        while not done() and self.open:
+        while not batch.is_there and self.open:
             self.reply()
 
     def addresses_for(self, other: object) -> Sequence[str]:

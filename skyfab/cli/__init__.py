@@ -21,8 +21,10 @@ def main() -> None:
 
         tasks.main()
     except KeyboardInterrupt:  # while the commands are loaded, which takes a moment
-        sys.stderr.write("interrupted\n")
-        sys.exit(130)
+        sigterm = sys.modules.get("skyfab.cli.sigterm")
+        terminated = sigterm is not None and sigterm.SIGTERM.came
+        sys.stderr.write("terminated\n" if terminated else "interrupted\n")
+        sys.exit(143 if terminated else 130)
 
 
 def __getattr__(name: str) -> Any:

@@ -36,6 +36,7 @@ _OUTER: Final = re.compile(rb"(?:^|/)\.{0,2}(?:/|\Z)|\0")
 _MISSING: Final = "missing, or a broken link"
 PART: Final = (b".skyfab-", b".part")
 """How the names of incomplete files begin and end. They are never transferred."""
+_PART: Final = re.compile(rb"\.skyfab-(?:[0-9a-f]{8}|[0-9a-f]{16})\.part")
 
 
 class Entry:
@@ -129,7 +130,7 @@ def leads_inside(path: bytes, link: bytes) -> bool:
 
 def is_part(name: bytes) -> bool:
     """Whether it is the name of an incomplete file."""
-    return name.startswith(PART[0]) and name.endswith(PART[1])
+    return _PART.fullmatch(name) is not None
 
 
 def walk(top: bytes, place: bytes, skipped: list[Skip], keeps: Keeps | None = None) -> Iterator[tuple[Entry, bytes]]:

@@ -190,9 +190,9 @@ def test_one_file_is_listed_at_its_place(tmp_path: Path) -> None:
 
 
 def test_names_that_only_begin_or_end_as_those_of_drafts_are_listed(tmp_path: Path) -> None:
-    for file in (".skyfab-x", "x.part", ".skyfab-x.part"):
+    for file in (".skyfab-x", "x.part", ".skyfab-x.part", ".skyfab-0a1b2c3d.part"):
         (tmp_path / file).touch()
-    assert sorted(listed(tmp_path)[0]) == [b".skyfab-x", b"x.part"]
+    assert sorted(listed(tmp_path)[0]) == [b".skyfab-x", b".skyfab-x.part", b"x.part"]
 
 
 def test_a_folder_is_listed_in_the_order_of_names_and_as_it_is_chosen(tmp_path: Path) -> None:

@@ -16,9 +16,13 @@ _SHARED: Final = ("numpy", "pandas", "pyarrow", "lz4", "msgpack", "toolz", "torn
 """Packages whose objects this program and hosts exchange, or that Dask uses to exchange them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Dask(Plugin):
-    """Made by `dask`, which documents the field."""
+    """Dask on every host, for ``compute.dask()``: ``distributed``, and bokeh for its dashboard.
+
+    `version` defaults to the one on this machine. Hosts also get numpy, pandas and pyarrow if this machine has them, in
+    the same versions.
+    """
 
     version: str = "auto"
 
@@ -32,12 +36,3 @@ class Dask(Plugin):
             "bokeh",  # the dashboard
             *(pinned(name, here) for name, here in shared.items()),
         )
-
-
-def dask(version: str = "auto") -> Dask:
-    """Dask on every host, for ``compute.dask()``: ``distributed``, and bokeh for its dashboard.
-
-    `version` defaults to the one on this machine. Hosts also get numpy, pandas and pyarrow if this machine has them, in
-    the same versions.
-    """
-    return Dask(version=version)

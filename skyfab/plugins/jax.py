@@ -25,8 +25,14 @@ _failed = False
 """A call has failed in this process. The other ranks are stopped, and would not take part in a shutdown."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Jax(Plugin):
+    """JAX on every host, initialized over all ranks of ``@``: ``jax.devices()`` are those of all hosts.
+
+    `extra` is the build, as in ``jax[cuda12]``; without it, for CPUs. Cannot be combined with `plugins.torch` in one
+    pool: both need the head's port.
+    """
+
     """Made by `jax`, which documents the field."""
 
     network = "needed"
@@ -69,15 +75,6 @@ class Jax(Plugin):
         except BaseException:
             _failed = True
             raise
-
-
-def jax(extra: str | None = None) -> Jax:
-    """JAX on every host, initialized over all ranks of ``@``: ``jax.devices()`` are those of all hosts.
-
-    `extra` is the build, as in ``jax[cuda12]``; without it, for CPUs. Cannot be combined with `plugins.torch` in one
-    pool: both need the head's port.
-    """
-    return Jax(extra=extra)
 
 
 def _leave_signals_alone(jax: Any) -> None:

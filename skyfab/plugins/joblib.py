@@ -20,11 +20,15 @@ _THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS",
 
 
 class Joblib(Plugin):
-    """Made by `joblib`, which documents the argument."""
+    """joblib's `Parallel` runs on the pool: ``n_jobs=-1`` is all slots of all hosts (docs/engines.md).
+
+    A task of a lost host is moved to another one up to `retries` times, and may run twice. Hosts get joblib, and
+    scikit-learn if this machine has it. In threads other than the one that opens the pool, pass ``backend="skyfab"``.
+    """
 
     exclusive = "joblib's default backend"
 
-    def __init__(self, retries: int) -> None:
+    def __init__(self, *, retries: int = 0) -> None:
         self.retries = retries
         self.tasks = 1  # on a host at a time; known when the pool is open
 
@@ -58,12 +62,3 @@ class Joblib(Plugin):
             parallel.BACKENDS.pop("skyfab", None)
             if before is not None:  # that of another pool, which was opened earlier
                 register_parallel_backend("skyfab", before)
-
-
-def joblib(*, retries: int = 0) -> Joblib:
-    """joblib's `Parallel` runs on the pool: ``n_jobs=-1`` is all slots of all hosts (docs/engines.md).
-
-    A task of a lost host is moved to another one up to `retries` times, and may run twice. Hosts get joblib, and
-    scikit-learn if this machine has it. In threads other than the one that opens the pool, pass ``backend="skyfab"``.
-    """
-    return Joblib(retries)

@@ -185,12 +185,6 @@ def _plan_call(
             warnings.warn(text, stacklevel=3)  # as PyTorch does: the host's warning goes to its output
     else:
         is_dynamic = torch.Tag.dynamic_output_shape in op.tags or torch.Tag.data_dependent_output in op.tags
-    if name in meta.UNPREDICTABLE:
-        before_plan()
-        value = execute_dynamic(op, args, kwargs)
-        stream = tensors.streams[common_device(args, kwargs)]
-        plans[key] = _plan_of(op, args, kwargs, meta.to_meta(value), stream, is_operand=True)
-        return _Result(value)
     plan = None if is_dynamic else _make_plan(op, args, kwargs, is_operand=name not in _VALUED)
     if plan is None:
         return _Result(execute_dynamic(op, args, kwargs))
@@ -285,13 +279,6 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
             resized = True
     if resized:
         return "again"
-    return _plan_of(op, args, kwargs, result, stream, is_operand=is_operand)
-
-
-def _plan_of(
-    op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any, stream: Any, *, is_operand: bool
-) -> Any:
-    """The plan of a call that has this result, whose tensors are on meta; None if it has something else."""
     outputs: list[torch.Tensor | None] = []
 
     def add(output: torch.Tensor | None) -> int:

@@ -21,23 +21,17 @@ _SHAPED_BY_DEVICE: Final = frozenset(
         "_batch_norm_no_update",
         "_batch_norm_with_update",
         "native_layer_norm",
+        "_embedding_bag",
+        "_embedding_bag_forward_only",
     )
 )
 """Operators some of whose results have other shapes or dtypes on CPUs. PyTorch's meta device has those of GPUs."""
-UNPREDICTABLE: Final = frozenset(
-    (
-        "_embedding_bag",
-        "_embedding_bag_forward_only",
-        "_grouped_mm",
-        "_native_multi_head_attention",
-        "max_pool3d_with_indices",
-        "max_pool3d_with_indices_backward",
-        "nansum",
-    )
-)
-"""Operators whose results kernels make otherwise than the meta device: the host is asked about each kind of call."""
+_BAGS: Final = frozenset(("_embedding_bag", "_embedding_bag_forward_only"))
 _SCALARS_OF_CPU: Final = frozenset(("masked_fill", "masked_fill_", "index_fill", "index_fill_"))
 """Operators that on devices take a number in this machine's memory too, and on PyTorch's meta device do not."""
+
+_NEED_WEIGHTS: Final = 10
+"""The index of that argument of attention: without it there is no second result, other than on the meta device."""
 _CHANNELS_LAST: Final = {4: torch.channels_last, 5: torch.channels_last_3d}
 """By dimensions."""
 
@@ -60,20 +54,51 @@ def predict(
     with mode:
         meta_args = [to_meta(value, where) for value in args]
         meta_kwargs = {name: to_meta(value, where) for name, value in kwargs.items()}
+        if name in _BAGS and meta_args[1].dtype is not meta_args[2].dtype:  # kernels convert both to the larger one
+            meta_args[1:3] = [indices.to(torch.int64) for indices in meta_args[1:3]]
+        is_bfloat16 = name in _BAGS and device == "cpu" and meta_args[0].dtype is torch.bfloat16
+        if is_bfloat16:  # kernels treat it as they treat float16
+            meta_args = [value.half() if getattr(value, "is_floating_point", bool)() else value for value in meta_args]
         if name.startswith("nll_loss"):  # kernels take targets of uint8 too
             meta_args = [value.long() if getattr(value, "dtype", None) is torch.uint8 else value for value in meta_args]
-        result = op(*meta_args, **meta_kwargs)
+        if name == "_grouped_mm" and meta_args[0].dtype is not torch.bfloat16:
+            result = _grouped_mm(*meta_args, **meta_kwargs)
+        elif name == "nansum" and len(args) > 1 and not args[1]:  # without dimensions, kernels sum up all elements
+            result = op(meta_args[0], None, *meta_args[2:], **meta_kwargs)
+        else:
+            result = op(*meta_args, **meta_kwargs)
+        if is_bfloat16:
+            result = tuple(found.bfloat16() if found.is_floating_point() else found for found in result)
     if name == "convolution" and torch.float64 not in (meta_args[0].dtype, meta_args[1].dtype):
         result = _in_format(result, *meta_args[:2])
     if name == "convolution_backward" and torch.float64 not in (meta_args[1].dtype, meta_args[2].dtype):
         result = (*(grad if grad is None else _in_format(grad, *meta_args[1:3]) for grad in result[:2]), result[2])
+    if name == "max_pool3d_with_indices":
+        result = tuple(_pooled(found, meta_args[0]) for found in result)
+    if name == "max_pool3d_with_indices_backward":
+        result = _pooled(result, meta_args[1])
     if device != "cpu" and op is torch.ops.aten.log_sigmoid_forward.default:
         result = (result[0], result[1].new_empty(0))  # what only CPUs keep for the backward
+    if name == "_native_multi_head_attention" and not kwargs.get("need_weights", (*args[_NEED_WEIGHTS:], True)[0]):
+        result = (result[0], None)
     return result, meta_args, meta_kwargs
 
 
+def _grouped_mm(a: torch.Tensor, b: torch.Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None) -> Any:
+    """PyTorch's meta device refuses dtypes that its kernels take."""
+    shape = [a.shape[-2], b.shape[-1]]
+    if a.dim() == b.dim():
+        shape.insert(0, a.shape[0] if a.dim() == 3 else offs.numel())
+    return torch.empty(shape, dtype=out_dtype or a.dtype, device="meta")
+
+
+def _pooled(result: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    """A result of pooling in three dimensions, in the format of the input, which may be one image of a batch."""
+    return _in_format(result, x) if x.dim() == 5 else _in_format(result[None], x[None])[0]
+
+
 def _in_format(result: torch.Tensor, *inputs: torch.Tensor) -> torch.Tensor:
-    """A result of a convolution as kernels return it; on the meta device it is always contiguous."""
+    """A result of a convolution or pooling as kernels return it; on the meta device it is always contiguous."""
     found = _CHANNELS_LAST.get(result.dim())
     if found is None:
         return result

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from skyfab.plugins.base import Plugin
-from skyfab.plugins.packages import installed, pinned, with_packages
+from skyfab.plugins.packages import installed, pinned, pinned_as_here, with_packages
 
 if TYPE_CHECKING:
     from skyfab.calls.image import Image
@@ -28,11 +28,10 @@ class Dask(Plugin):
 
     def transform(self, image: Image, host: Host) -> Image:
         release = installed("distributed") if self.version == "auto" else self.version
-        shared = {name: here for name in _SHARED if (here := installed(name)) is not None}
         return with_packages(
             image,
             host,
             pinned("distributed", None if release == "latest" else release),
             "bokeh",  # the dashboard
-            *(pinned(name, here) for name, here in shared.items()),
+            *pinned_as_here(*_SHARED),
         )

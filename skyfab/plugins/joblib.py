@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
 from skyfab.plugins.base import Plugin
-from skyfab.plugins.packages import with_packages
+from skyfab.plugins.packages import pinned_as_here, with_packages
 
 if TYPE_CHECKING:
     from skyfab.calls.image import Image
@@ -34,9 +33,7 @@ class Joblib(Plugin):
 
     def transform(self, image: Image, host: Host) -> Image:
         """Adds the versions of this machine, because estimators are pickled here and unpickled there."""
-        here = {found.name.lower(): found.version for found in metadata.distributions() if found.name}
-        wanted = [f"{name}=={here[name]}" for name in ("joblib", "scikit-learn") if name in here]
-        return with_packages(image, host, *wanted)
+        return with_packages(image, host, *pinned_as_here("joblib", "scikit-learn"))
 
     @contextmanager
     def around_process(self, info: InstanceInfo) -> Iterator[None]:

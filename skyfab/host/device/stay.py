@@ -90,7 +90,7 @@ class Stay:
         self._say(f"in use by {self._holder}: {self._contents()}")
         worker.begin(about["device"], self._device)
         attached = _AttachedWorker(self, fds[0], fds[1], about)
-        context.hold_client(attached)
+        context.client = attached
         try:
             self._write_to(fds[2:])
             attached.serve()

@@ -115,60 +115,40 @@ class Client:
         raise RuntimeError("an actor can be called only in a process of its pool")
 
 
-_client = Client()
-
-
-def hold_client(client: Client) -> None:
-    """Sets how the program is asked. Called once, by the worker itself."""
-    global _client
-    _client = client
+# Set once, by the worker itself.
+client = Client()
+"""How the program is asked."""
+worker_folder = ""
+"""The pool's folder for its processes, which is deleted with the pool."""
+worker_stores: Sequence[str] = ()
+"""The folders of the host's store."""
+worker_run = ""
+"""The folder of the detached run that this worker belongs to."""
 
 
 def argument(number: int) -> Iterator[Any]:
     """An argument that is a stream, of the call that is being unpickled: pickles of calls refer to this function."""
-    return _client.argument(number)
+    return client.argument(number)
 
 
 def ask_client(request: tuple[Any, ...]) -> Any:
     """Asks the program that has opened the pool to call an actor: whether it returned, and the value or exception."""
-    return _client.ask(request)
-
-
-_folder = ""
-_stores: Sequence[str] = ()
-
-
-def hold_folder(path: str, stores: Sequence[str] = ()) -> None:
-    """Sets the pool's folder for its processes, which is deleted with the pool, and the folders of the host's store.
-
-    Called once, by the worker itself.
-    """
-    global _folder, _stores
-    _folder, _stores = path, stores
+    return client.ask(request)
 
 
 def own_folder() -> str:
     """A folder for files that must be deleted with the pool. Functions start in another one, the working folder."""
-    return _folder
+    return worker_folder
 
 
 def own_stores() -> Sequence[str]:
     """The folders of the host's store: for what is deleted with the pool, and for what is kept."""
-    return _stores
-
-
-_run = ""
-
-
-def hold_run(path: str) -> None:
-    """Sets the folder of the detached run that this worker belongs to. Called once, by the worker itself."""
-    global _run
-    _run = path
+    return worker_stores
 
 
 def run_folder() -> str:
     """The folder of this host's part of a detached run; empty in any other call."""
-    return _run
+    return worker_run
 
 
 _listener = -1
@@ -206,7 +186,7 @@ def offer_stacks(worker: str, rank: int) -> None:
     """Registers a signal that dumps this process's stacks, even when it hangs in C code: see `host.ask.stacks`."""
     import faulthandler
 
-    folder = os.path.join(_folder, "../stacks")  # noqa: PTH118  # importing pathlib is slow on a cold host
+    folder = os.path.join(worker_folder, "../stacks")  # noqa: PTH118  # importing pathlib is slow on a cold host
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)  # noqa: PTH103
         file = os.open(f"{folder}/{worker}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o600)

@@ -1,4 +1,4 @@
-"""The demo: its data is whole, it learns, and its ranks' models combine into a good one."""
+"""The demo: its data is whole, and it learns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 
-from skyfab import context
 from skyfab.demo import DIGITS
 
 torch = pytest.importorskip("torch")
@@ -82,18 +81,6 @@ def test_training_beats_90_percent_on_held_out_digits(data: digits.Split, model:
     assert {parameter.device.type for parameter in trained.model.parameters()} == {"cpu"}
 
 
-@pytest.mark.slow
-def test_the_average_of_two_ranks_beats_90_percent_on_held_out_digits(
-    data: digits.Split, model: torch.nn.Module, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    models = []
-    for rank in range(2):
-        monkeypatch.setattr(context, "_current", context.InstanceInfo(rank=rank, world_size=2))
-        models.append(digits.train(model, data.x_train, data.y_train).model)
-    assert not same(*models), "each rank has its own share"
-    assert digits.evaluate(digits.average(models), data.x_test, data.y_test) > 0.9
-
-
 def test_training_is_repeatable_and_leaves_the_given_model_alone(
     data: digits.Split, model: torch.nn.Module, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,7 +96,6 @@ def test_training_is_repeatable_and_leaves_the_given_model_alone(
 RANK = """
 import sys, torch, torch.distributed as dist
 import digits
-from skyfab import context
 from skyfab.demo import digits
 
 rank, folder = int(sys.argv[1]), sys.argv[2]
@@ -154,17 +140,6 @@ def test_with_a_process_group_two_ranks_train_as_one_would(
 
 
 # ---- models
-
-
-def test_the_average_is_the_mean_and_counters_are_the_firsts() -> None:
-    models = [torch.nn.BatchNorm1d(1) for _ in range(2)]
-    for value, model in enumerate(models, start=1):
-        torch.nn.init.constant_(model.weight, value)
-        model.num_batches_tracked.fill_(value)
-    mean = digits.average(models)
-    assert mean.weight.item() == 1.5
-    assert mean.num_batches_tracked.item() == 1
-    assert [model.weight.item() for model in models] == [1, 2]
 
 
 @pytest.mark.parametrize("training", [True, False])

@@ -7,6 +7,7 @@ averages the copies and sends the average again. `plugins.torch` installs torch 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +29,13 @@ def train(model: nn.Module, x: Tensor, y: Tensor, steps: int) -> tuple[nn.Module
     return model, len(y)
 
 
+def average(models: Sequence[nn.Module]) -> nn.Module:
+    states = [model.state_dict() for model in models]
+    mean = digits.Classifier()
+    mean.load_state_dict({name: torch.stack([state[name] for state in states]).mean(0) for name in states[0]})
+    return mean
+
+
 def main(hosts: str) -> None:
     data = digits.load()
     torch.manual_seed(0)
@@ -37,7 +45,7 @@ def main(hosts: str) -> None:
     with sky.Compute(hosts, ranks=ranks, plugins=[sky.plugins.torch()]) as compute:
         for number in range(1, 4):
             models, rows = zip(*(train(model, data.x_train, data.y_train, steps=15) @ compute), strict=True)
-            model = digits.average(models)
+            model = average(models)
             alone = [f"{digits.evaluate(each, data.x_test, data.y_test):.0%}" for each in models]
             both = f"{digits.evaluate(model, data.x_test, data.y_test):.0%}"
             print(f"round {number}: {' and '.join(alone)} by {' and '.join(map(str, rows))} images, {both} together")

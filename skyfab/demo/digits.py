@@ -7,10 +7,9 @@ The model is built on this machine, trained on hosts and evaluated on this machi
 
     data = digits.load()
     model = digits.Classifier()
-    with sky.Compute(hosts="gpu") as compute:
+    with sky.Compute(hosts="gpu", plugins=[sky.plugins.torch()]) as compute:
         ranks = sky.function(digits.train)(model, data.x_train, data.y_train) @ compute
-    model = digits.average([rank.model for rank in ranks])
-    print(digits.evaluate(model, data.x_test, data.y_test))
+    print(digits.evaluate(ranks[0].model, data.x_test, data.y_test))
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DistributedSampler, RandomSampler
+from torch.utils.data import DistributedSampler
 
-from skyfab.context import instance_info, shard
+from skyfab.context import InstanceInfo, instance_info
 from skyfab.demo import DIGITS
 
 
@@ -100,20 +99,16 @@ def untrained() -> Classifier:
 def train(model: nn.Module, x: Tensor, y: Tensor, epochs: int = 10, lr: float = 1e-2, batch: int = 64) -> Trained:
     """Train a copy of `model`: on all of the data if alone, on this rank's share of it if not.
 
-    Every rank is given all of the data. With a process group the ranks train one model together
-    (DDP); without one each trains its own on its shard, for `average` to combine. `batch` is the
+    Every rank is given all of the data. With a process group the ranks train one model together (DDP). `batch` is the
     ranks' batch together, so that more ranks make the same number of steps.
     """
     info = instance_info()
-    if not _together():
-        # Shuffled: rows in a file often follow the label, and a stride of two would part odd from even.
-        x, y = shard(x, y, shuffle=True)
     device = _device(info.local_rank)
     x, y, model = x.to(device), y.to(device), copy.deepcopy(model).to(device).train()
     learner = _synced(model, device) if _together() else model
     optimizer = torch.optim.Adam(learner.parameters(), lr=lr)
     history = []
-    for epoch, rows in enumerate(_shuffles(x, epochs), start=1):
+    for epoch, rows in enumerate(_shuffles(x, epochs, info), start=1):
         batches = rows.split(max(1, batch // info.world_size))
         history.append(Epoch(epoch, *_learn(learner, optimizer, x, y, batches)))
         # Ranks that train together all know the same: the first speaks for them.
@@ -138,17 +133,11 @@ def _synced(model: nn.Module, device: torch.device) -> nn.Module:
     return DistributedDataParallel(model, device_ids=[device] if device.type == "cuda" else None)
 
 
-def _shuffles(x: Tensor, epochs: int) -> Iterator[Tensor]:
+def _shuffles(x: Tensor, epochs: int, info: InstanceInfo) -> Iterator[Tensor]:
     """This rank's row numbers for each epoch, in an order that is the same in every run."""
-    if _together():
-        sampler = DistributedSampler(x)
-        next_epoch = sampler.set_epoch
-    else:
-        order = torch.Generator()
-        sampler = RandomSampler(x, generator=order)
-        next_epoch = order.manual_seed
+    sampler = DistributedSampler(x, info.world_size, info.rank)
     for epoch in range(epochs):
-        next_epoch(epoch)
+        sampler.set_epoch(epoch)
         yield torch.tensor(list(sampler), device=x.device)
 
 
@@ -169,23 +158,6 @@ def _learn(
         dist.all_reduce(totals)
     loss_sum, right, images = totals.tolist()
     return loss_sum / images, right / images
-
-
-def average(models: Sequence[nn.Module]) -> nn.Module:
-    """One model whose weights are the mean of the given ones'.
-
-    Good as long as all were trained from the same initial weights. Counters and other integers are those of the first
-    model.
-    """
-    states = [model.state_dict() for model in models]
-    mean = states[0] | {
-        name: torch.stack([state[name] for state in states]).mean(0)
-        for name, value in states[0].items()
-        if value.is_floating_point()
-    }
-    combined = copy.deepcopy(models[0])
-    combined.load_state_dict(mean)
-    return combined
 
 
 def evaluate(model: nn.Module, x: Tensor, y: Tensor) -> float:

@@ -19,7 +19,7 @@ from typing import Any, Final
 import torch
 
 from skyfab._util.signals import SIGNAL_GUARD
-from skyfab.device import dtype_checks, meta, tensors
+from skyfab.device import meta, tensors
 from skyfab.device.arguments import (
     common_device,
     generator_operand,
@@ -252,13 +252,13 @@ def _make_plan(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_op
     before_plan()
     if kwargs.get("layout") not in (None, torch.strided):
         raise NotImplementedError(f"{_name(op)}: a {TYPE} device has dense tensors only, not layout={kwargs['layout']}")
-    dtype_checks.check_arguments(_name(op), args)
+    meta.check_arguments(_name(op), args)
     stream = tensors.streams[common_device(args, kwargs)]
     _require_remote_results(op, args, kwargs)
     try:
         with SIGNAL_GUARD:  # PyTorch imports much when this is called first, and half an import stays one
             result, meta_args, meta_kwargs = meta.predict(op, args, kwargs, stream.device)
-            dtype_checks.check_cast(op, _name(op), meta_args, meta_kwargs)
+            meta.check_cast(op, _name(op), meta_args, meta_kwargs)
     except NotImplementedError:
         return None
     except AssertionError as error:  # what a kernel checks raises RuntimeError
@@ -356,8 +356,6 @@ def _template(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], *, is_ope
             return (wire.GENERATOR_ID,)
         if isinstance(value, torch.device):
             return (wire.DEVICE,)
-        if isinstance(value, torch.dtype | torch.layout | torch.memory_format):
-            return (wire.NAMED, str(value).removeprefix("torch."))
         return (wire.CONSTANT, value)
 
     return (

@@ -21,8 +21,7 @@ from skyfab._util.reaper import Reaper
 from skyfab._util.scripts import read
 from skyfab.errors import UsageError
 
-from . import codes as one_time
-from . import loopback, namespace, programs, root, userns
+from . import loopback, namespace, root, userns
 from . import sshd as server
 from .host import IDENTITY, LabHost
 from .loopback import LoopbackHost
@@ -74,8 +73,6 @@ class Lab:
         reverse_dns: bool = True,
         shells: Mapping[str, str] | None = None,
         sshd: Mapping[str, str] | None = None,
-        passwords: Sequence[str] = (),
-        codes: Sequence[str] = (),
         persistent: bool = False,
     ) -> Lab:
         """Starts hosts node1, node2 … and returns when the sshd of each one accepts connections.
@@ -95,9 +92,6 @@ class Lab:
           10.0.2.15 on ``eth0``, behind its own NAT, like Vagrant hosts in VirtualBox.
         - `reverse_dns=False`: addresses have no names, and a host's own name resolves to 127.0.1.1, Debian's default.
         - `shells`: login shells by user, for instance ``{"root": "/usr/bin/zsh", "ada": "/usr/bin/fish"}``.
-        - `passwords`: names of hosts that take passwords and no keys: only `pat` can log in there.
-        - `codes`: names of hosts that ask `pat` for the password and a one-time code (keyboard-interactive, by PAM);
-          they take no keys. `lab.code` makes codes.
 
         `sshd` has settings of the hosts' sshd, for instance ``{"MaxSessions": "2"}``.
 
@@ -109,17 +103,11 @@ class Lab:
         for shell in (shells or {}).values():
             if not os.access(shell, os.X_OK):
                 raise UsageError(f"no login shell at {shell}")
-        names = {f"node{number}" for number in range(1, count + 1)}
-        if strange := {*passwords, *codes} - names or {*passwords} & {*codes}:
-            raise UsageError(f"not hosts of the lab, or in both passwords and codes: {', '.join(sorted(strange))}")
-        if codes and (missing := programs.missing(programs.CODES)):
-            raise UsageError("hosts with one-time codes need a module for PAM", hint=programs.command(missing))
         server.program()
         place = _fresh(folder)
         try:
             _watch(place)
-            special = second_network or isolated or forwarded or not reverse_dns or python == "none"
-            special = special or bool(shells or passwords or codes)
+            special = second_network or isolated or forwarded or not reverse_dns or python == "none" or bool(shells)
             chosen, limits = _choose(kind, place / "hosts", special=special)
             plan = Plan(
                 folder=place / "hosts",
@@ -136,8 +124,6 @@ class Lab:
                 reverse_dns=reverse_dns,
                 shells=dict(shells or {}),
                 sshd=dict(sshd or {}),
-                passwords=tuple(passwords),
-                codes=tuple(codes),
             )
             lab = cls._build(plan, chosen, limits)
             if persistent:
@@ -183,10 +169,6 @@ class Lab:
             raise UsageError(f"no lab is up in {place}", hint="skyfab lab.up") from None
         except (KeyError, TypeError, ValueError) as error:
             raise UsageError(f"{place / STATE} is not the state of a lab: {error!r}") from error
-
-    def code(self, number: int) -> str:
-        """A one-time code of `pat`, for hosts with codes: each takes it once, and then none with a lower number."""
-        return one_time.code(self.password, number)
 
     @property
     def inventory(self) -> Path:

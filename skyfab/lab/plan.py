@@ -28,8 +28,6 @@ class Plan:
     reverse_dns: bool
     shells: Mapping[str, str]
     sshd: Mapping[str, str]
-    passwords: tuple[str, ...]
-    codes: tuple[str, ...]
 
     @property
     def names(self) -> list[str]:

@@ -17,8 +17,6 @@ NETWORK = {"ip": "iproute2", "mount": "mount"} | dict.fromkeys(("unshare", "nsen
 """Also required by namespace hosts."""
 USERS = {"newuidmap": "uidmap"}
 """Also required by namespace hosts of an ordinary user."""
-CODES = {"pam_oath.so": "libpam-oath"}
-"""Required by hosts with one-time codes: a module for PAM."""
 _WAIT = ("-o", "DPkg::Lock::Timeout=300")  # another apt may be at work
 SYSTEMD = Path("/run/systemd/system")
 
@@ -48,16 +46,14 @@ def install(programs: Mapping[str, str]) -> list[str]:
 
 
 def missing(programs: Mapping[str, str]) -> list[str]:
-    """The packages of missing programs and modules for PAM, each once."""
+    """The packages of missing programs, each once."""
     return list(dict.fromkeys(package for program, package in programs.items() if find(program) is None))
 
 
 def find(program: str) -> str | None:
-    """The path of a program, of a module for PAM, or of a file that is named by its path, if it is installed."""
+    """The path of a program, or of a file that is named by its path, if it is installed."""
     if program.startswith("/"):
         return program if Path(program).exists() else None
-    if program.endswith(".so"):
-        return next((str(one) for top in ("/lib", "/usr/lib") for one in Path(top).glob(f"*/security/{program}")), None)
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin", "/sbin"])
     return shutil.which(program, path=path)
 

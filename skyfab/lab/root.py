@@ -13,7 +13,7 @@ from pathlib import Path
 
 from skyfab.errors import UsageError
 
-from . import accounts, codes, sshd
+from . import accounts, sshd
 from .plan import Plan
 
 SHARED = {"bin", "boot", "etc", "lib", "lib32", "lib64", "libx32", "opt", "sbin", "srv", "usr", "var"}
@@ -64,14 +64,10 @@ def prepare(folder: Path, plan: Plan, name: str, *, names: Mapping[str, str]) ->
     settings = sshd.settings(
         host_key=Path("/etc/ssh/ssh_host_ed25519_key"),
         authorized_keys=Path("/etc/ssh/authorized_keys"),
-        passwords=name not in plan.codes,
-        keys=name not in (*plan.codes, *plan.passwords),
-        codes=name in plan.codes,
+        passwords=True,
         other=plan.sshd,
     )
     _write(layer / "etc/ssh/sshd_config", settings)
-    if name in plan.codes:
-        codes.put(layer / "etc", plan.password)
 
 
 def system_python() -> str | None:

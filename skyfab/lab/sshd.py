@@ -20,22 +20,18 @@ def settings(
     authorized_keys: Path,
     other: Mapping[str, str],
     passwords: bool = False,
-    keys: bool = True,
-    codes: bool = False,
 ) -> str:
     """The sshd_config: fast logins, no messages, default limits.
 
-    With `codes`, PAM asks the user, instead of sshd. `other` are settings by name: they come first in the file, so that
-    they are the ones that hold.
+    `other` are settings by name: they come first in the file, so that they are the ones that hold.
     """
     found: dict[str, str | bool] = {
         "HostKey": f'"{host_key}"',
         "AuthorizedKeysFile": f'"{authorized_keys}"',
-        "PubkeyAuthentication": keys,
         "PasswordAuthentication": passwords,
-        "KbdInteractiveAuthentication": codes,
+        "KbdInteractiveAuthentication": False,
         "PermitRootLogin": "prohibit-password",
-        "UsePAM": codes,
+        "UsePAM": False,
         "UseDNS": False,
         "KexAlgorithms": "-sntrup761*",  # takes 0.3 s of processor time for each login, in Debian 12
         "PrintMotd": False,

@@ -47,9 +47,13 @@ _IRREGULAR: Final = {
 }
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Accelerate(Plugin):
-    """Made by `accelerate`, which documents the field."""
+    """Hugging Face Accelerate on every host, configured as by ``accelerate config``.
+
+    `config` has the keys of accelerate's configuration file: ``{"mixed_precision": "bf16", "fsdp_config": {…}}``.
+    Those about machines and processes are ignored: the pool sets them. Raises UsageError for an unknown section.
+    """
 
     network = "needed"
     config: Mapping[str, Any] = field(default_factory=dict)
@@ -69,15 +73,6 @@ class Accelerate(Plugin):
     def around_call(self, info: InstanceInfo) -> Iterator[None]:
         meet_on_cpus(info)
         yield
-
-
-def accelerate(config: Mapping[str, Any] | None = None) -> Accelerate:
-    """Hugging Face Accelerate on every host, configured as by ``accelerate config``.
-
-    `config` has the keys of accelerate's configuration file: ``{"mixed_precision": "bf16", "fsdp_config": {…}}``.
-    Those about machines and processes are ignored: the pool sets them. Raises UsageError for an unknown section.
-    """
-    return Accelerate(config=dict(config or {}))
 
 
 def meet_on_cpus(info: InstanceInfo) -> None:

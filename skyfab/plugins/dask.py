@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from skyfab.plugins.base import Plugin
-from skyfab.plugins.packages import installed, pinned, with_packages
+from skyfab.plugins.packages import installed, pinned, pinned_as_here, with_packages
 
 if TYPE_CHECKING:
     from skyfab.calls.image import Image
@@ -16,28 +16,22 @@ _SHARED: Final = ("numpy", "pandas", "pyarrow", "lz4", "msgpack", "toolz", "torn
 """Packages whose objects this program and hosts exchange, or that Dask uses to exchange them."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Dask(Plugin):
-    """Made by `dask`, which documents the field."""
-
-    version: str = "auto"
-
-    def transform(self, image: Image, host: Host) -> Image:
-        release = installed("distributed") if self.version == "auto" else self.version
-        shared = {name: here for name in _SHARED if (here := installed(name)) is not None}
-        return with_packages(
-            image,
-            host,
-            pinned("distributed", None if release == "latest" else release),
-            "bokeh",  # the dashboard
-            *(pinned(name, here) for name, here in shared.items()),
-        )
-
-
-def dask(version: str = "auto") -> Dask:
     """Dask on every host, for ``compute.dask()``: ``distributed``, and bokeh for its dashboard.
 
     `version` defaults to the one on this machine. Hosts also get numpy, pandas and pyarrow if this machine has them, in
     the same versions.
     """
-    return Dask(version=version)
+
+    version: str = "auto"
+
+    def transform(self, image: Image, host: Host) -> Image:
+        release = installed("distributed") if self.version == "auto" else self.version
+        return with_packages(
+            image,
+            host,
+            pinned("distributed", None if release == "latest" else release),
+            "bokeh",  # the dashboard
+            *pinned_as_here(*_SHARED),
+        )

@@ -166,7 +166,7 @@ class _Signed:
 
 def perform(packed: Sequence[bytearray], arguments: Sequence[bytearray], place: dict[str, Any], folder: str) -> bytes:
     """The entry point of each rank: sets up `instance_info` and the plugins, and runs the function."""
-    context.hold_folder(folder)
+    context.worker_folder = folder
     os.environ["TORCHELASTIC_RESTART_COUNT"] = os.environ["SKYFAB_ATTEMPT"]  # torch's own count differs between hosts
     info = context.InstanceInfo(**place)._replace(
         rank=int(os.environ["RANK"]),

@@ -18,9 +18,13 @@ if TYPE_CHECKING:
     from skyfab.inventory.host import Host
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, repr=False)
 class HuggingFace(Plugin):
-    """Made by `huggingface`, which documents the field."""
+    """transformers, datasets and tokenizers on every host; `token` is ``HF_TOKEN`` in the workers.
+
+    The token is sent over the SSH connection and never written to a file. The Trainer finds rank and world size in
+    torchrun's variables; with `plugins.torch` it also has the process group, and accelerate, which it needs.
+    """
 
     network = "wanted"  # the Trainer connects ranks, a pipeline does not
     token: str | None = None
@@ -41,12 +45,3 @@ class HuggingFace(Plugin):
     def around_call(self, info: InstanceInfo) -> Iterator[None]:
         meet_on_cpus(info)
         yield
-
-
-def huggingface(token: str | None = None) -> HuggingFace:
-    """transformers, datasets and tokenizers on every host; `token` is ``HF_TOKEN`` in the workers.
-
-    The token is sent over the SSH connection and never written to a file. The Trainer finds rank and world size in
-    torchrun's variables; with `plugins.torch` it also has the process group, and accelerate, which it needs.
-    """
-    return HuggingFace(token=token)

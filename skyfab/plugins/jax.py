@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from skyfab import context
 from skyfab.plugins.base import RENDEZVOUS, Plugin
@@ -25,8 +25,14 @@ _failed = False
 """A call has failed in this process. The other ranks are stopped, and would not take part in a shutdown."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Jax(Plugin):
+    """JAX on every host, initialized over all ranks of ``@``: ``jax.devices()`` are those of all hosts.
+
+    `extra` is the build, as in ``jax[cuda12]``; without it, for CPUs. Cannot be combined with `plugins.torch` in one
+    pool: both need the head's port.
+    """
+
     """Made by `jax`, which documents the field."""
 
     network = "needed"
@@ -41,9 +47,9 @@ class Jax(Plugin):
         if info.world_size < 2:
             yield
             return
+        os.environ.setdefault("JAX_ENABLE_PREEMPTION_SERVICE", "false")  # else SIGTERM would not terminate a rank
         import jax
 
-        _leave_signals_alone(jax)
         _choose_interface(info)
         context.close_listener()  # jax listens there itself, on the head; the others retry until it does
         address = f"[{info.head_addr}]" if ":" in info.head_addr else info.head_addr
@@ -69,24 +75,6 @@ class Jax(Plugin):
         except BaseException:
             _failed = True
             raise
-
-
-def jax(extra: str | None = None) -> Jax:
-    """JAX on every host, initialized over all ranks of ``@``: ``jax.devices()`` are those of all hosts.
-
-    `extra` is the build, as in ``jax[cuda12]``; without it, for CPUs. Cannot be combined with `plugins.torch` in one
-    pool: both need the head's port.
-    """
-    return Jax(extra=extra)
-
-
-def _leave_signals_alone(jax: Any) -> None:
-    """Makes SIGTERM terminate a rank at once. By default jax treats it as a preemption notice and continues."""
-    if "JAX_ENABLE_PREEMPTION_SERVICE" not in os.environ:
-        try:
-            jax.config.update("jax_enable_preemption_service", False)
-        except AttributeError:
-            pass  # an older jax, without the setting
 
 
 def _choose_interface(info: InstanceInfo) -> None:

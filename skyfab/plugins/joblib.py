@@ -5,11 +5,10 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import metadata
 from typing import TYPE_CHECKING, Any, Final
 
 from skyfab.plugins.base import Plugin
-from skyfab.plugins.packages import with_packages
+from skyfab.plugins.packages import pinned_as_here, with_packages
 
 if TYPE_CHECKING:
     from skyfab.calls.image import Image
@@ -20,19 +19,21 @@ _THREADS: Final = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS",
 
 
 class Joblib(Plugin):
-    """Made by `joblib`, which documents the argument."""
+    """joblib's `Parallel` runs on the pool: ``n_jobs=-1`` is all slots of all hosts (docs/engines.md).
+
+    A task of a lost host is moved to another one up to `retries` times, and may run twice. Hosts get joblib, and
+    scikit-learn if this machine has it. In threads other than the one that opens the pool, pass ``backend="skyfab"``.
+    """
 
     exclusive = "joblib's default backend"
 
-    def __init__(self, retries: int) -> None:
+    def __init__(self, *, retries: int = 0) -> None:
         self.retries = retries
         self.tasks = 1  # on a host at a time; known when the pool is open
 
     def transform(self, image: Image, host: Host) -> Image:
         """Adds the versions of this machine, because estimators are pickled here and unpickled there."""
-        here = {found.name.lower(): found.version for found in metadata.distributions() if found.name}
-        wanted = [f"{name}=={here[name]}" for name in ("joblib", "scikit-learn") if name in here]
-        return with_packages(image, host, *wanted)
+        return with_packages(image, host, *pinned_as_here("joblib", "scikit-learn"))
 
     @contextmanager
     def around_process(self, info: InstanceInfo) -> Iterator[None]:
@@ -58,12 +59,3 @@ class Joblib(Plugin):
             parallel.BACKENDS.pop("skyfab", None)
             if before is not None:  # that of another pool, which was opened earlier
                 register_parallel_backend("skyfab", before)
-
-
-def joblib(*, retries: int = 0) -> Joblib:
-    """joblib's `Parallel` runs on the pool: ``n_jobs=-1`` is all slots of all hosts (docs/engines.md).
-
-    A task of a lost host is moved to another one up to `retries` times, and may run twice. Hosts get joblib, and
-    scikit-learn if this machine has it. In threads other than the one that opens the pool, pass ``backend="skyfab"``.
-    """
-    return Joblib(retries)

@@ -21,9 +21,12 @@ if TYPE_CHECKING:
 Backend = Literal["torch", "jax", "tensorflow", "numpy"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Keras(Plugin):
-    """Made by `keras`, which documents the field."""
+    """Keras on every host, with `backend`, which is installed too.
+
+    For training over several ranks, add the backend's own plugin: ``[plugins.jax(), plugins.keras(backend="jax")]``.
+    """
 
     exclusive = "the choice of Keras' backend"
     backend: Backend = "torch"
@@ -42,11 +45,3 @@ class Keras(Plugin):
     def around_process(self, info: InstanceInfo) -> Iterator[None]:
         os.environ["KERAS_BACKEND"] = self.backend
         yield
-
-
-def keras(backend: Backend = "torch") -> Keras:
-    """Keras on every host, with `backend`, which is installed too.
-
-    For training over several ranks, add the backend's own plugin: ``[plugins.jax(), plugins.keras(backend="jax")]``.
-    """
-    return Keras(backend=backend)

@@ -56,6 +56,11 @@ def installed(package: str) -> str | None:
         return None
 
 
+def pinned_as_here(*packages: str) -> list[str]:
+    """Requirements for those of the packages that this machine has, in the same versions."""
+    return [pinned(name, here) for name in packages if (here := installed(name)) is not None]
+
+
 def _name(requirement: str) -> str:
     found = re.match(r"\s*([A-Za-z0-9][A-Za-z0-9._-]*)", requirement)
     return canonical(found[1]) if found else ""

@@ -1,10 +1,9 @@
-"""Prints tables: in the width of a terminal, as records if that is too narrow, or as plain columns in a pipe."""
+"""Prints tables: in the width of a terminal, or as plain columns in a pipe."""
 
 from __future__ import annotations
 
 import shutil
 import sys
-import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Final, Literal
@@ -39,9 +38,6 @@ def table(
         return
     width = shutil.get_terminal_size().columns
     widths = column_widths(head, cells, width, optional=optional, widest=widest, least=_LEAST, between=_BETWEEN)
-    if sum(widths.values()) + _BETWEEN * (len(widths) - 1) > width or widths[len(head) - 1] < _CUT:
-        put(sys.stdout, _records(head, cells, width))
-        return
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.table import Table
@@ -50,7 +46,7 @@ def table(
     made = Table(box=SIMPLE_HEAD, pad_edge=False, show_edge=False)
     for at, columns in widths.items():
         justify: Literal["left", "right"] = "right" if head[at] in right else "left"
-        made.add_column(head[at], justify=justify, overflow="fold", max_width=columns)
+        made.add_column(head[at], justify=justify, overflow="fold", max_width=max(columns, _CUT))
     for row in cells:
         made.add_row(*(Text(row[at]) for at in widths))
     Console(file=sys.stdout, width=width).print(made)
@@ -97,14 +93,3 @@ def aligned(head: Sequence[str], rows: Sequence[Sequence[str]], right: Collectio
         width = max(map(len, (name, *cells)))
         columns.append([cell.rjust(width) if name in right else cell.ljust(width) for cell in (name, *cells)])
     return "".join("  ".join(row).rstrip() + "\n" for row in zip(*columns, strict=True))
-
-
-def _records(head: Sequence[str], rows: Sequence[Sequence[str]], width: int) -> str:
-    """One row below the other, a line for each cell."""
-    lines = []
-    for first, *cells in rows:
-        lines.append(first)
-        for name, cell in zip(head[1:], cells, strict=True):
-            text = f"{name}: {cell}"
-            lines += textwrap.wrap(text, max(width, 12), initial_indent="  ", subsequent_indent="    ") if cell else []
-    return "".join(f"{line}\n" for line in lines)

@@ -106,7 +106,7 @@ def test_a_phase_that_is_not_one_is_not_believed(noted: object) -> None:
 def test_a_server_whose_log_is_rotated_while_it_starts_becomes_ready(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(context, "_run", str(tmp_path))
+    monkeypatch.setattr(context, "worker_run", str(tmp_path))
     log = tmp_path / "logs" / "0.out"
     log.parent.mkdir()
     log.write_text("ready\n" * 100)

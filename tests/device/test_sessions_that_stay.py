@@ -23,7 +23,7 @@ from skyfab.pool import attach_device
 
 torch = pytest.importorskip("torch")
 
-from skyfab.host.device.moved_memory import MovedMemory  # noqa: E402 - it imports torch
+from skyfab.host.device.memory import move_out, restore  # noqa: E402 - it imports torch
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -426,21 +426,19 @@ def test_memory_that_is_moved() -> None:
     y = (x @ weight).sigmoid()
     view, expected = y[3:5].t(), y.detach().clone()
     received = torch.frombuffer(bytearray(64), dtype=torch.uint8)
-    moved = MovedMemory()
-    moved.move_out([y.detach(), view, weight, received, torch.empty(0)])
-    assert moved.size() == 4 * (50 * 20 + 20 * 20)
+    moved = move_out([y.detach(), view, weight, received, torch.empty(0)])
+    assert sum(copy.nbytes() for _, copy in moved) == 4 * (50 * 20 + 20 * 20)
     assert y.untyped_storage().nbytes() == weight.untyped_storage().nbytes() == 0
     assert received.sum() == 0, "PyTorch cannot free it"
-    moved.restore()
-    assert not moved.size() and torch.equal(y, expected) and torch.equal(view, expected[3:5].t())
+    restore(moved)
+    assert not moved and torch.equal(y, expected) and torch.equal(view, expected[3:5].t())
     y.sum().backward()
     assert x.grad is not None and torch.allclose(x.grad, (expected * (1 - expected)) @ weight.t(), atol=1e-6)
 
 
 def test_memory_that_does_not_come_back_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = torch.arange(10), torch.arange(20)
-    moved = MovedMemory()
-    moved.move_out(tensors)
+    moved = move_out(tensors)
     with monkeypatch.context() as patch:
 
         def full(*_: object, **__: object) -> None:
@@ -448,6 +446,6 @@ def test_memory_that_does_not_come_back_at_once(monkeypatch: pytest.MonkeyPatch)
 
         patch.setattr(torch.UntypedStorage, "copy_", full)
         with pytest.raises(torch.OutOfMemoryError):
-            moved.restore()
-    moved.restore()
+            restore(moved)
+    restore(moved)
     assert [tensor.tolist() for tensor in tensors] == [list(range(10)), list(range(20))]

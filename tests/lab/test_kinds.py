@@ -199,29 +199,3 @@ for address in {others!r}:
 def test_loopback_hosts_have_no_kinds(kind: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="loopback hosts do not support this"):
         Lab.start(1, kind="loopback", **kind)
-
-
-# How one logs in
-
-
-def methods(host: LabHost) -> str:
-    """The ways to log in that the host's server names."""
-    options = ["-F", "none", "-o", "BatchMode=yes", "-o", "UserKnownHostsFile=/dev/null"]
-    options += ["-o", "StrictHostKeyChecking=no"]
-    words = ["ssh", *options, "-i", "none", "-p", str(host.port), f"pat@{host.address}", "true"]
-    said = subprocess.run(words, capture_output=True, text=True).stderr
-    return said.rpartition("(")[2].partition(")")[0]
-
-
-def test_hosts_may_take_passwords_or_codes_and_no_keys() -> None:
-    with start(3, passwords=["node1"], codes=["node2"]) as lab:
-        assert [methods(host) for host in lab.hosts] == ["password", "keyboard-interactive", "publickey,password"]
-        assert lab["node1"].run(["cat", "/etc/ssh/sshd_config"]).stdout.count("UsePAM no") == 1
-        assert lab.code(0) != lab.code(1)
-        assert len(lab.code(0)) == 6
-
-
-def test_a_host_has_one_kind_of_login() -> None:
-    for wrong in ({"passwords": ["node3"]}, {"codes": ["node1"], "passwords": ["node1"]}):
-        with pytest.raises(UsageError, match=r"node[13]"):
-            Lab.start(2, **wrong)  # type: ignore[arg-type]

@@ -149,7 +149,7 @@ def test_a_worker_that_always_has_calls_forgets_functions(host: sky.Host, monkey
 
     @sky.function
     def kept() -> int:
-        return len(vars(sky.context._client)["_functions"])
+        return len(vars(sky.context.client)["_functions"])
 
     with sky.Compute([host], ui="none") as pool:
         futures = [made(number)() > pool for number in range(300)]

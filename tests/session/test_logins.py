@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from stage.asking import ask_for_codes, code, take_passwords_only
 from stage.labs import start_for_calls
 from stage.typist import Typist
 
@@ -28,7 +29,10 @@ CODE = r"One-time password \(OATH\) for `pat': "
 @pytest.fixture(scope="module")
 def hosts() -> Iterator[Lab]:
     """node1 and node2 take passwords only, node3 a password and a code, node4 keys too, node5 keys only."""
-    with start_for_calls(5, passwords=["node1", "node2"], codes=["node3"]) as lab:
+    with start_for_calls(5) as lab:
+        for name in ("node1", "node2"):
+            take_passwords_only(lab[name])
+        ask_for_codes(lab["node3"], lab.password)
         settings = lab["node5"].path("/etc/ssh/sshd_config")
         settings.write_text(settings.read_text().replace("PasswordAuthentication yes", "PasswordAuthentication no"))
         lab["node5"].reboot()
@@ -131,7 +135,7 @@ def test_a_jump_host_may_ask_for_a_password(hosts: Lab, inventory: Path) -> None
 @pytest.fixture(scope="module")
 def codes(hosts: Lab) -> Iterator[str]:
     """Codes that have not been used yet."""
-    return (hosts.code(number) for number in range(1000))
+    return (code(hosts.password, number) for number in range(1000))
 
 
 @both

@@ -56,7 +56,7 @@ def main(source: int, sink: int, request: dict[str, Any]) -> None:
     if request["threads"] > 1:
         rank.use_threads(request["threads"])
     signal.signal(signal.SIGINT, rank.interrupted)
-    context.hold_client(rank)
+    context.client = rank
     sys.meta_path.insert(0, ImportFinder(functools.partial(rank.importing, request["worker"]), request["path"]))
     try:
         workdir.enter(*request["workdir"])

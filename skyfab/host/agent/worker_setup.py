@@ -27,8 +27,7 @@ def set_up(request: dict[str, Any]) -> None:
     sys.breakpointhook = _no_keyboard
     faulthandler.enable(sys.stderr)
     info = request["info"]
-    context.hold_folder(os.getcwd(), request["stores"])
-    context.hold_run(request["run"])
+    context.worker_folder, context.worker_stores, context.worker_run = os.getcwd(), request["stores"], request["run"]
     context.offer_stacks(request["worker"], info.get("rank", 0))
     context.hold_listener(request["listener"])
     context.enter(context.InstanceInfo(**{**info, "peers": tuple(info["peers"])}))

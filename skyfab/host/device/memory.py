@@ -97,3 +97,35 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     tensor = tensor.detach().resolve_conj().resolve_neg()
     here = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
     return memoryview(here.reshape(-1).view(torch.uint8).numpy()) if here.numel() else memoryview(b"")
+
+
+# ---- memory that is moved
+
+Moved = list[tuple[torch.UntypedStorage, torch.UntypedStorage]]
+"""Storages whose bytes are in the host's memory, each with its copy there."""
+
+
+def move_out(tensors: Iterable[torch.Tensor]) -> Moved:
+    """Moves the memory of these tensors into that of the host, except what PyTorch cannot free: received messages.
+
+    Storages are emptied in place: tensors, their views, and what autograd has saved of them stay valid.
+    """
+    moved = []
+    for storage in storages_of(tensors):
+        if storage.nbytes() and storage.resizable():
+            copy = torch.UntypedStorage(storage.nbytes(), device="cpu")
+            copy.copy_(storage, non_blocking=False)
+            moved.append((storage, copy))
+            storage.resize_(0)
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+    return moved
+
+
+def restore(moved: Moved) -> None:
+    """Moves everything back, and empties the list. Raises OutOfMemoryError; what is left in it can be moved later."""
+    while moved:
+        storage, copy = moved[-1]
+        storage.resize_(copy.nbytes())
+        storage.copy_(copy, non_blocking=False)
+        moved.pop()

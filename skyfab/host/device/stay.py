@@ -7,7 +7,6 @@ ends, everything of it is freed except what it has kept by name.
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import os
 import select
@@ -25,7 +24,7 @@ from skyfab.host.agent.worker import Worker
 if TYPE_CHECKING:
     import torch
 
-    from skyfab.host.device.moved_memory import MovedMemory
+    from skyfab.host.device.memory import Moved
 
 _UNUSED: Final = "; unused, in the memory of the host"
 
@@ -42,6 +41,7 @@ class Stay:
         self._keep = keep
         self._output = [os.dup(1), os.dup(2)]
         """That of the run. While there is a program, this process writes to that of the program."""
+        self._moved: Moved = []
         self._said = ""
         self._holder = ""
         """The program that uses it."""
@@ -51,12 +51,6 @@ class Stay:
         self._listener.bind(SOCKET)
         os.chdir(before)
         self._listener.listen(8)
-
-    @functools.cached_property
-    def _moved(self) -> MovedMemory:
-        from skyfab.host.device.moved_memory import MovedMemory
-
-        return MovedMemory()
 
     def run(self) -> None:
         """Serves one program after another, until none has come for long enough."""
@@ -96,7 +90,7 @@ class Stay:
         self._say(f"in use by {self._holder}: {self._contents()}")
         worker.begin(about["device"], self._device)
         attached = _AttachedWorker(self, fds[0], fds[1], about)
-        context.hold_client(attached)
+        context.client = attached
         try:
             self._write_to(fds[2:])
             attached.serve()
@@ -137,14 +131,18 @@ class Stay:
 
     def move_out(self) -> None:
         """Moves all tensors into the memory of the host, if they are to be moved when they are not used."""
-        if self.idle is not None and not self._moved.size():
-            self._moved.move_out(self._tensors())
-            self._say(self._said + (_UNUSED if self._moved.size() else ""))
+        if self.idle is not None and not self._moved:
+            from skyfab.host.device.memory import move_out
+
+            self._moved = move_out(self._tensors())
+            self._say(self._said + (_UNUSED if self._moved else ""))
 
     def restore(self) -> None:
         """Moves them back. Raises RuntimeError if they do not fit into the memory of the device now."""
-        if self._moved.size():
-            self._moved.restore()
+        if self._moved:
+            from skyfab.host.device.memory import restore
+
+            restore(self._moved)
             self._say(self._said.removesuffix(_UNUSED))
 
     def _contents(self) -> str:
@@ -153,7 +151,8 @@ class Stay:
             return "no tensors"
         from skyfab.host.device.memory import storages_of
 
-        size = sum(storage.nbytes() for storage in storages_of(self._tensors())) + self._moved.size()
+        storages = [*storages_of(self._tensors()), *(copy for _, copy in self._moved)]
+        size = sum(storage.nbytes() for storage in storages)
         amount = f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"
         return f"{', '.join(self.kept)} ({amount})"
 

@@ -126,9 +126,8 @@ def _compile(
             return f"generator({operand(kind, False)})"
         if kind == wire.LIST:
             return f"[{','.join(source(item, is_written) for item in argument[1])}]"
-        value = getattr(torch, argument[1]) if kind == wire.NAMED else argument[1] if kind == wire.CONSTANT else None
         constant = f"c{len(scope)}"
-        scope[constant] = scope["device"] if kind == wire.DEVICE else value
+        scope[constant] = scope["device"] if kind == wire.DEVICE else argument[1]
         return constant
 
     if name in composite_host.FUNCTIONS:

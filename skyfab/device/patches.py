@@ -43,6 +43,8 @@ def apply() -> None:
     storage = torch.UntypedStorage
     storage.clone = _cloned(storage.clone)
     storage.__new__ = staticmethod(_made_there(storage.__new__))
+    storage.byteswap = _refused_there(storage.byteswap)
+    storage._new_shared = staticmethod(_unshared(storage._new_shared))
     # As on a machine without GPUs. It could not use those of this machine: their streams come from torch.accelerator,
     # which is the remote device now.
     torch.nn.DataParallel.__init__.__globals__["_get_available_device_type"] = lambda: None
@@ -78,6 +80,18 @@ def _made_there(original: Any) -> Any:
     return new
 
 
+def _refused_there(original: Any) -> Any:
+    """A method of storages that would read memory, which remote ones do not have in this process."""
+
+    @functools.wraps(original)
+    def method(self: torch.UntypedStorage, *args: Any) -> Any:
+        if self.device.type == TYPE:
+            raise RuntimeError(f"{original.__name__} of a storage on {self.device}: copy it with .cpu() first")
+        return original(self, *args)
+
+    return method
+
+
 def _location(storage: torch.UntypedStorage) -> str | None:
     """Where ``torch.load`` restores a storage: files outlive devices."""
     return "cpu" if storage.device.type == TYPE else None
@@ -88,6 +102,18 @@ def _restored(storage: torch.UntypedStorage, location: str) -> torch.UntypedStor
     if location.partition(":")[0] != TYPE:
         return None
     return manual_kernels.whole(storage).to(location).untyped_storage()
+
+
+def _unshared(original: Any) -> Any:
+    """Refuses to make remote memory that processes share, as a data loader's workers would for their batches."""
+
+    @functools.wraps(original)
+    def new_shared(size: int, *, device: Any = "cpu") -> Any:
+        if torch.device(device).type == TYPE:
+            raise RuntimeError(f"processes cannot share memory on {device}: load data on this machine's CPU")
+        return original(size, device=device)
+
+    return new_shared
 
 
 def _on_own_device(original: Any) -> Any:

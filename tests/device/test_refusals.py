@@ -124,6 +124,12 @@ def test_elements_that_share_memory_are_not_written_to(device: Any) -> None:
     assert y.detach().expand(2, 3).zero_().tolist() == [[0, 0, 0]] * 2
 
 
+def test_memory_of_the_device_is_not_shared_by_processes(device: Any) -> None:
+    with pytest.raises(RuntimeError, match="cannot share"):
+        torch.UntypedStorage._new_shared(12, device=device)
+    assert torch.UntypedStorage._new_shared(12).nbytes() == 12
+
+
 def test_an_error_shows_numbers_as_numbers(device: Any) -> None:
     from skyfab.device.storages import by_address
 
@@ -281,3 +287,8 @@ def test_storages_are_made_on_a_device(device: Any) -> None:
     assert torch.UntypedStorage(device=device).nbytes() == 0
     assert torch.UntypedStorage([1, 2], device=device).cpu().tolist() == [1, 2]
     assert (torch.UntypedStorage(8).nbytes(), torch.UntypedStorage(8, device="cpu").nbytes()) == (8, 8)
+    with pytest.raises(RuntimeError, match="byteswap of a storage on sky"):
+        made.byteswap(torch.float32)
+    here = torch.UntypedStorage([1, 2, 3, 4])
+    here.byteswap(torch.float32)
+    assert here.tolist() == [4, 3, 2, 1]

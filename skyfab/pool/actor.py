@@ -291,9 +291,10 @@ class Actor:
         [conversation] = converse(packed, [future], untrusted=self.untrusted)
         return conversation
 
-    def _send(self, packed: PackedCall, caller: Reply, reader: Conversation | None = None) -> None:
+    def _send(self, packed: PackedCall, caller: Reply, conversation: Conversation | None = None) -> None:
         self._check()
-        self.node.call(self.worker, self._spec, packed, caller=caller, store="none", reader=reader)
+        begin = None if conversation is None else conversation.begin
+        self.node.call(self.worker, self._spec, packed, caller=caller, store="none", begin=begin)
 
     def _advance(self, *, everything: bool = False) -> None:
         """Sends calls that wait, unless enough are in progress; or all of them.

@@ -109,8 +109,9 @@ class Broadcast:
     def _start(self, member: Member, *, shared: bool) -> None:
         store: Literal["all", "repeated"] = "all" if shared else "repeated"
         try:
-            caller, reader = _RankCall(self, member), self.conversations[member.rank] if self.conversations else None
-            member.node.call(member.worker, member.spec, self.call, caller=caller, store=store, reader=reader)
+            begin = self.conversations[member.rank].begin if self.conversations else None
+            caller = _RankCall(self, member)
+            member.node.call(member.worker, member.spec, self.call, caller=caller, store=store, begin=begin)
         except SkyfabError as error:
             self.note(member, None, error)
 

@@ -35,9 +35,9 @@ class Batch:
         self._size = 0
         self.values: list[codec.Payload] = []
 
-    def make_room(self, value: codec.Payload, limit: int = BYTES) -> None:
-        """Sends what was collected, unless `value` fits into the same message, of `limit` bytes."""
-        if self.values and (is_large(value) or self._size + value.size > limit):
+    def make_room(self, value: codec.Payload) -> None:
+        """Sends what was collected, unless `value` fits into the same message."""
+        if self.values and (is_large(value) or self._size + value.size > BYTES):
             self.flush()
 
     def add(self, value: codec.Payload, *, now: bool) -> None:

@@ -198,7 +198,7 @@ class Call(Message):
     streams: bool = False
     """The client and the running call exchange values: see Exchange."""
     ask: int = 0
-    """How many values of its generator are asked for with the call: Yielded, before the reply. Only small ones."""
+    """How many values of its generator one exchange asks for, at most."""
     same_gpus: bool = False
     """The client is on the same machine, and waits for the result: that may refer to memory of a GPU."""
 

@@ -193,11 +193,10 @@ class Connection:
         *,
         answer: Answer | None = None,
         failure: Failure | None = None,
-        partial: Answer | None = None,
         worker: str | None = None,
         urgent: bool = False,
     ) -> int:
-        """Sends a message. `answer` or `failure` is called once, on the reading thread; `partial` before, with values.
+        """Sends a message. `answer` or `failure` is called once, on the reading thread.
 
         With `worker`, that worker's output so far is shown before the reply. Returns the stream number. Raises HostLost
         if the host is lost.
@@ -218,7 +217,7 @@ class Connection:
                 if not drained:
                     self._watch_sink()
             if answer is not None:  # now that nothing more raises an error, which would be reported twice
-                self.replies.pending[number] = PendingRequest(answer, failure or _ignore, worker, partial)
+                self.replies.pending[number] = PendingRequest(answer, failure or _ignore, worker)
         return number
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:

@@ -184,16 +184,11 @@ class WorkerHandle:
 
     # ---- one call after another
 
-    def answered(self, stream: int, *, yielded: bool = False) -> None:
-        """A reply is complete: begins the next call, if any, unless the process is stopping.
-
-        With `yielded` it is values: if no exchange has asked for them, the call continues.
-        """
+    def answered(self, stream: int) -> None:
+        """A reply is complete: begins the next call, if any, unless the process is stopping."""
         if stream in self.exchanges:
             if self.exchanges.pop(stream)[1]:
                 self._owner.mux.finish(stream)
-            return
-        if yielded:
             return
         call = self.calls[0] if self.calls else None
         if call is not None and call.stream != stream and self.pipelined:  # it runs several at a time

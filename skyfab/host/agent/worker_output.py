@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 else:
     Protocol = object
 
-_OP: Final = slice(len('{"op":"'), len('{"op":"yielded'))
-"""Where the head of a reply says that it is Yielded: others are not decoded here."""
 _BACKLOG: Final = 2 * 1024 * 1024
 """Bytes of a reply that may be queued for the connection before the agent stops reading from the worker."""
 
@@ -41,7 +39,7 @@ class Handle(Protocol):
     exchanges: dict[int, Any]
     stopping: bool
 
-    def answered(self, stream: int, *, yielded: bool = False) -> None: ...
+    def answered(self, stream: int) -> None: ...
     def announce_end(self) -> None: ...
     def kill(self) -> None: ...
 
@@ -116,7 +114,7 @@ class WorkerOutput:
         frame = HEADER.pack(HEAD, head, stream, len(payload)) + payload
         if self._owner.behind or not self._owner.relay(frame):
             return False
-        worker.answered(stream, yielded=bytes(payload[_OP]) == b"yielded")
+        worker.answered(stream)
         return True
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
@@ -164,7 +162,7 @@ class WorkerOutput:
         elif head:
             self._worker.announce_end()
             mux.send(stream, bytes(payload[:head]), (payload[head:],))
-            self._worker.answered(stream, yielded=bytes(payload[_OP]) == b"yielded")
+            self._worker.answered(stream)
         elif kind == HEAD:
             content = bytes(payload)
             missing = inline_size(getattr(messages.decode(content), "parts", ()))

@@ -47,7 +47,7 @@ class Producer:
         values = self._stream.values
         try:
             for number, value in enumerate(values):
-                payload = _copied(codec.dumps(value))
+                payload = codec.dumps(value).copied()  # the program may change its arrays
                 del value
                 feeds = [self._feeds[number % len(self._feeds)]] if self._stream.shard else self._feeds
                 for feed in feeds:
@@ -104,7 +104,7 @@ class Feed:
         """The values have ended; `error` is the exception that ended them, if any."""
         parts: Sequence[Any] = ()
         if error is not None:
-            parts = joined([_copied(_encoded(error))])
+            parts = joined([_encoded(error).copied()])
         with self._changed:
             self._batch.flush()
             self._send_new("end", 0, parts)
@@ -143,11 +143,6 @@ def _encoded(error: Exception) -> codec.Payload:
         return codec.dumps((error, text))
     except Exception:
         return codec.dumps((RuntimeError(f"{type(error).__qualname__}: {said(error)}"), text))
-
-
-def _copied(payload: codec.Payload) -> codec.Payload:
-    """A copy: the program may change its arrays."""
-    return codec.Payload(payload.data, [memoryview(bytes(buffer)) for buffer in payload.buffers])
 
 
 def converse(call: PackedCall, futures: Sequence[CallFuture], *, untrusted: bool) -> list[Conversation]:

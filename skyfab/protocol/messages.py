@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
     M = TypeVar("M", bound="Message")
     Part = Any
-    """An `int`: the number of bytes that follow inline; ``["bytes", size]``: the same, into the memory of such an
-    object. ``[name, size]``: a blob that is in the host's store; ``[name, size, "bytes"]``: the same, as an object."""
+    """An `int`: the number of bytes that follow inline. ``[name, size]``: a blob that is in the host's store."""
 else:
 
     def dataclass_transform(**_):

@@ -76,17 +76,6 @@ class Caller(Protocol):
         """There will be no reply."""
 
 
-class Member(Protocol):
-    """The member of a gang that has a worker."""
-
-    @property
-    def shown_rank(self) -> int | None:
-        """Its rank, if the worker has one."""
-
-    def exited(self) -> None:
-        """The worker's process has exited."""
-
-
 class Owner:
     """The owner of nodes: has the subscribers of their events, and is notified if one is lost. A pool extends it."""
 
@@ -127,8 +116,8 @@ class Node(ShownAsTable):
         self.store = HostStore(host.name)
         """What the host has been sent: large arguments and the project's files."""
         self._connection: Any = None
-        self.members: Mapping[str, Member] = {}
-        """The workers that belong to a gang, or did until just now, and the members that they are."""
+        self.members: Mapping[str, Any] = {}
+        """The workers that belong to a gang, or did until just now, and the members (gang.py) that they are."""
         self.on_found: Callable[[Node, str, int, Sequence[Any]], None] = lambda *_: None
         """Called with the worker and its generation when streams or actors are sent to it, in a call's arguments."""
         self.on_exited: Callable[[str], None] = lambda worker: None

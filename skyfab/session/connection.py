@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
@@ -19,7 +19,7 @@ from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import AgentHello, ClientHello, Message
 from skyfab.protocol.pipes import Lender
 from skyfab.session.reader import Action, SharedReader, run
-from skyfab.session.reconnect import Joiner, Link, Reconnector, as_lost, close, close_later
+from skyfab.session.reconnect import Link, Reconnector, as_lost, close, close_later
 from skyfab.session.replies import Answer, Failure, Listener, PendingRequest, Replies
 from skyfab.session.state import LEAVING, NEXT, State
 from skyfab.session.timing import EXIT, Timing
@@ -36,9 +36,10 @@ class Connection:
         host: Host,
         listener: Listener,
         reader: SharedReader,
-        joiner: Joiner,
+        joiner: Any,
         timing: Timing,
     ) -> None:
+        """`joiner` opens further streams to the same agent: the `Session`."""
         self.host = host.name
         self.listener = listener
         self.joiner = joiner

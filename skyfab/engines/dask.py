@@ -35,7 +35,10 @@ class DaskCluster(AbstractContextManager["distributed.Client"]):
     def __init__(
         self, pool: Any, nodes: Sequence[Any], addresses: Sequence[str], *, workers: int | None, threads: int | None
     ) -> None:
-        """The workers on `nodes` connect to each other at `addresses`."""
+        """The workers on `nodes` connect to each other at `addresses`. Raises UsageError."""
+        for option, count in (("workers", workers), ("threads", threads)):
+            if count is not None and (type(count) is not int or count < 1):
+                raise UsageError(f"invalid {option}={count!r}: expected 1 or more")
         self._pool, self._nodes, self._addresses = pool, nodes, addresses
         self._counts = workers, threads
         self._running: ExitStack | None = None
@@ -67,9 +70,7 @@ class DaskCluster(AbstractContextManager["distributed.Client"]):
             return stack.enter_context(pool.actor(DaskHost, address, certificate, key, on=node.name))
 
         starting = [several.submit(start, *each) for each in zip(nodes, self._addresses, strict=True)]
-        import dask
-        import distributed
-
+        dask, distributed = _import()
         hosts = [one.result() for one in starting]
         stack.callback(_stop, hosts)
         scheduler, dashboard = hosts[0].schedule(secret)
@@ -94,6 +95,16 @@ class DaskCluster(AbstractContextManager["distributed.Client"]):
             one.result()
         pool.events.emit(Notice(host=head.name, text=f"Dask's dashboard: {url}"))
         return client
+
+
+def _import() -> tuple[Any, Any]:
+    try:
+        import dask
+        import distributed
+    except ModuleNotFoundError as error:
+        hint = "this program needs it too: uv pip install dask distributed"
+        raise UsageError(f"Dask is not installed on this machine: {error}", hint=hint) from None
+    return dask, distributed
 
 
 def _close(client: distributed.Client) -> None:

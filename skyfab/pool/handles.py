@@ -25,6 +25,7 @@ from skyfab.pool.gpus import Gpus
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.streams import RemoteIterator, exchange
 from skyfab.protocol import codec, messages
+from skyfab.protocol.batches import as_group, of_group
 from skyfab.session.replies import Reply
 from skyfab.ui.events import Events
 
@@ -203,7 +204,7 @@ class _Server:
         """On the thread that reads, which must not wait."""
         with suppress(SkyfabError):
             message, buffers = asked.found
-            if isinstance(message, messages.Yielded) and message.count:
+            if isinstance(message, messages.Yielded) and buffers:
                 threading.Thread(target=self._serve, args=(buffers,), daemon=True).start()
                 self.ask()
                 return
@@ -212,7 +213,8 @@ class _Server:
 
     def _serve(self, buffers: list[memoryview]) -> None:
         """On a thread of its own."""
-        load = codec.loader(buffers[0], buffers[1:])
+        ((data, *more),) = of_group(buffers)
+        load = codec.loader(data, more)
         number = load()
         try:
             worker, method, about = load()
@@ -224,8 +226,7 @@ class _Server:
                 payload = _pickled(("raised", error))
             except BaseException:
                 payload = codec.dumps(("raised", RuntimeError(f"{type(error).__qualname__}: {said(error)}")))
-        parts = [payload.data, *payload.buffers]
-        exchange(self._session, self._worker, 0, "give", Reply(), parts, number=number, count=1)
+        exchange(self._session, self._worker, 0, "give", Reply(), as_group([payload]), number)
 
     def _call(self, number: int, worker: str, method: str, args: Any, kwargs: Any) -> tuple[str, Any]:
         actor, call = self._actors.find(worker), INVOKE(method, *args, **kwargs)

@@ -25,8 +25,9 @@ from skyfab.calls.stream import Values
 from skyfab.errors import CallCancelled, ProtocolError, SkyfabError, UsageError
 from skyfab.pool.futures import CallFuture, refuse_to_block
 from skyfab.pool.node import Node
-from skyfab.protocol import messages
-from skyfab.protocol.batches import separated
+from skyfab.protocol import codec, messages
+from skyfab.protocol.batches import of_group
+from skyfab.protocol.frames import Buffer
 from skyfab.session.replies import Reply
 from skyfab.session.session import Session
 
@@ -113,9 +114,9 @@ class Conversation:
     def _error(self) -> BaseException | None:
         return CallCancelled("the call was cancelled") if self.future.cancelled() else self.future.exception()
 
-    def exchange(self, what: str, caller: Reply, parts: Sequence[Any] = (), **about: int) -> None:
+    def exchange(self, what: str, caller: Reply, given: codec.Payload | None = None, number: int = 0) -> None:
         assert self._node is not None
-        exchange(self._node.session, self._worker, self._stream, what, caller, parts, **about)
+        exchange(self._node.session, self._worker, self._stream, what, caller, given, number)
 
     # ---- waiting
 
@@ -196,9 +197,9 @@ class Conversation:
 
     def _take(self, message: messages.Message, buffers: list[memoryview]) -> bool:
         """Takes the values of a reply. Returns whether there are any."""
-        if not isinstance(message, messages.Yielded):
+        if not isinstance(message, messages.Yielded) or not buffers:
             return False
-        values = separated(message, buffers)
+        values = of_group(buffers)
         if len(values) > max(1, self._call.batch):
             raise ProtocolError("more values than it was asked for", host=self.host)
         self._values.extend((message.plain, value) for value in values)
@@ -275,10 +276,17 @@ class Conversation:
 
 
 def exchange(
-    session: Session, worker: str, call: int, what: str, caller: Reply, parts: Sequence[Any] = (), **about: int
+    session: Session,
+    worker: str,
+    call: int,
+    what: str,
+    caller: Reply,
+    given: codec.Payload | None = None,
+    number: int = 0,
 ) -> None:
     """Sends an exchange to a call, or to its process (0). If the host is lost, `caller` fails immediately."""
-    message = messages.Exchange(worker=worker, call=call, what=what, parts=tuple(map(len, parts)), **about)
+    parts: Sequence[Buffer] = () if given is None else (given.data, *given.buffers)
+    message = messages.Exchange(worker=worker, call=call, what=what, parts=tuple(map(len, parts)), number=number)
     try:
         caller.sent(session.send(message, parts, answer=caller.answered, failure=caller.failed, worker=worker))
     except SkyfabError as error:

@@ -16,7 +16,7 @@ from collections import deque
 
 from skyfab.errors import RemoteTraceback
 from skyfab.protocol import codec, messages
-from skyfab.protocol.batches import Batch, joined, separated
+from skyfab.protocol.batches import Batch, as_group, of_group
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
@@ -112,10 +112,9 @@ class Exchanges:
 
     def yielded(self, stream: int, values: list[codec.Payload]) -> None:
         """Replies with values."""
-        parts = joined(values)
+        group = as_group(values)
         self._worker.flush()
-        message = messages.Yielded.head(parts=tuple(map(len, parts)), count=len(values), plain=self._worker.plain)
-        self._worker.send(stream, message, codec.Payload(b"", parts))
+        self._worker.send(stream, messages.Yielded.head(parts=group.parts, plain=self._worker.plain), group)
 
     def take(self, stream: int, message: messages.Exchange, buffers: list[memoryview]) -> None:
         """An exchange has arrived."""
@@ -351,7 +350,7 @@ class Argument:
         if message.what == "end":
             self._end = (stream, buffers)
         else:
-            self._given.append((stream, deque(separated(message, buffers))))
+            self._given.append((stream, deque(of_group(buffers))))
 
     def unanswered(self) -> Iterator[int]:
         yield from (stream for stream, _ in self._given)

@@ -531,6 +531,11 @@ class Compute(ShownAsTable):
         """
         self._check_open()
         check_errors(errors)
+        if isinstance(function, Call):
+            name = function.function.label
+            raise UsageError(
+                f"{name}(…) is a call, and map needs the function itself: write compute.map({name}, items)"
+            )
         fn = as_function(function)
         if not items:
             raise TypeError(f"map() takes items too: compute.map({fn.label}, items)")

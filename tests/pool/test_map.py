@@ -340,7 +340,7 @@ def test_the_host_says_which_item_of_a_group_it_was() -> None:
 
 def test_a_call_where_the_function_belongs() -> None:
     with sky.Compute("local", ui="none") as compute:
-        with pytest.raises(TypeError, match="not a function: <call of halved"):
+        with pytest.raises(sky.UsageError, match=r"write compute\.map\(halved, items\)"):
             compute.map(sky.function(halved)(1), [1, 2])
 
 

@@ -26,6 +26,7 @@ from skyfab.calls.call import (
     check_errors,
     check_seconds,
     not_a_call,
+    not_a_function,
 )
 from skyfab.calls.image import Image
 from skyfab.calls.pack import PackedCall, collect, pack_function, pack_streams, sources_of
@@ -38,6 +39,7 @@ from skyfab.detached.run import Run
 from skyfab.errors import UsageError
 from skyfab.files.transfer import Report
 from skyfab.host.agent.actors import construct
+from skyfab.host.collected import Naming, assembled, take_kept
 from skyfab.inventory.host import MOST_SLOTS, Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.plugins.base import Plugin
@@ -178,6 +180,8 @@ class Compute(ShownAsTable):
         self._images.deliver = functools.partial(deliver, self._nodes, self.relay)
         self._forwards = Forwards(self.events)
         self._mirrors: set[Mirror] = set()
+        self._collecting = threading.RLock()  # reentrant: a signal handler may make such a call
+        """Held from a call with ``collect="head"`` until its results are here: ranks keep those of the last one."""
         self._around, self._closing = contextlib.ExitStack(), contextlib.ExitStack()
         self._open = self._is_parents = False  # _is_parents is True in a forked child
         self._has_same_gpus = False  # its workers see the GPUs that this program sees
@@ -340,16 +344,29 @@ class Compute(ShownAsTable):
             future: Future[R] = self._start(call, found)
             return wait_for(future, self.hosts, self.events.waiting)
 
-    def broadcast(self, call: Call[R]) -> list[R]:
+    def broadcast(self, call: Call[R], *, collect: Literal["all", "head"] = "all") -> list[R]:
         """Runs a call on every rank and waits for all: ``call @ compute`` is a list in rank order.
 
+        With ``collect="head"``, arrays and tensors of 1 MiB and more that are equal to those of the head's result, such
+        as the weights of a trained model, are fetched from the head only.
         Raises BroadcastError if a rank fails; it has the results of the others.
         """
         self._check_call(call)
+        if collect != "all":
+            return self._collected(call, collect)
         packed = self._pack(call)
         with SIGNAL_GUARD:
             future: Future[list[R]] = self._broadcasts.submit(packed, self.hosts, pool=self)
             return wait_for(future, self.hosts, self.events.waiting)
+
+    def _collected(self, call: Call[Any], collect: str) -> list[Any]:
+        elastic = any(plugin.elastic for plugin in self._images.plugins)
+        if collect != "head" or call.function.yields or self._results == "data" or elastic:
+            hint = 'collect="head" is for functions that return, in pools without results="data" and elastic gangs'
+            raise UsageError(f"invalid collect={collect!r}", hint=hint)
+        named = Call(call.function.rewrap(Naming), call.args, call.kwargs)
+        with self._collecting:
+            return assembled(self.broadcast(named), lambda wanted: self.broadcast(Function(take_kept)(wanted)))
 
     def submit(self, call: Call[R], *, on: str = "one", keep: bool = False, gpus: _Gpus = None) -> Future[R]:
         """Starts a call: ``call > compute``. `on` is "one", "all", "head" or a host's name.
@@ -362,9 +379,14 @@ class Compute(ShownAsTable):
         tensors (docs/remote_device.md). Raises NotPicklable.
         """
         self._check_call(call)
-        if (gpus and (on == "all" or keep)) or (keep and on == "all"):
-            raise UsageError("gpus= and keep= are for a call on one worker, and exclude each other")
+        if gpus and (on == "all" or keep):
+            raise UsageError(
+                "gpus= is for a call on one worker: a broadcast has all GPUs of its hosts, a device its own"
+            )
         if on == "all":
+            if keep:
+                hint = "[compute.submit(call, on=host.name, keep=True) for host in compute.hosts]"
+                raise UsageError("keep=True is for a call to one host, but this call is a broadcast", hint=hint)
             return self._broadcasts.submit(self._pack(call), self.hosts, pool=self)
         node = None if on == "one" else named(self.hosts, on)
         found = self._pack_solo(call, node)
@@ -757,9 +779,21 @@ class Compute(ShownAsTable):
     __array_ufunc__ = None  # else numpy would apply an operator to each element of an array
 
     def __rrshift__(self, value: object) -> NoReturn:
+        if isinstance(value, Call):  # its own operator has run it
+            what = f"{value.function.label}(…) ran and returned NotImplemented, which an operator cannot return"
+            raise UsageError(what, hint="compute.run(call) returns it")
         raise not_a_call(value)
 
     __rmatmul__ = __lt__ = __rrshift__  # an operator with anything but a call on its left
+
+    def _operator(self, other: object) -> NoReturn:
+        if isinstance(other, (Call, Group)):
+            name = f"{other.function.label}(…)" if isinstance(other, Call) else "the calls"
+            raise UsageError(f"the pool is on the left of {name}: write {name.removeprefix('the ')} >> compute")
+        raise not_a_call(other)
+
+    if not TYPE_CHECKING:  # type checkers refuse what is not defined, and what follows NoReturn they do not check
+        __rshift__ = __matmul__ = __gt__ = __and__ = _operator
 
     # ---- internals
 

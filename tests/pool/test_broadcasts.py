@@ -44,6 +44,16 @@ def test_ranks_see_broadcasts_of_several_threads_in_one_order(open_pool: OpenPoo
     assert all(seen == first for seen in others)
 
 
+def test_threads_collect_the_results_of_their_own_broadcasts(open_pool: OpenPool) -> None:
+    @sky.function
+    def large(number: int) -> bytes:
+        return bytes([number, sky.instance_info().rank]) * 1_000_000
+
+    pool = open_pool("local", ranks=2)
+    found = at_once(lambda number: pool.broadcast(large(number), collect="head"), range(4))
+    assert [[one[:2] for one in results] for results in found] == [[bytes([i, 0]), bytes([i, 1])] for i in range(4)]
+
+
 def test_a_small_broadcast_does_not_overtake_a_large_one(open_pool: OpenPool) -> None:
     """One host is slow to take the large one's arguments, and got the small one first."""
     pool = open_pool("local", count=2)

@@ -6,6 +6,7 @@ import gc
 import hashlib
 import os
 import pickle
+import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -217,3 +218,72 @@ def test_large_files_of_a_project(
 
 def file_digest(path: str) -> str:
     return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+@sky.function
+def model(seed: int, differs: bool = False) -> dict[str, Any]:
+    """What ranks return after a training: equal weights, and a loss of their own."""
+    import random
+
+    rank = sky.instance_info().rank
+    shared = Weights(random.Random(seed).randbytes(4 * MIB))
+    own = Weights(random.Random(rank + 1).randbytes(2 * MIB)) if differs else shared
+    return {"loss": rank, "shared": shared, "again": shared, "own": own}
+
+
+class Weights:
+    """Has its memory out of band, as arrays have."""
+
+    def __init__(self, data: Any) -> None:
+        self.data = data if isinstance(data, bytearray) else bytearray(data)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return Weights, (pickle.PickleBuffer(self.data),)
+
+
+def test_equal_large_results_are_fetched_once(lab: Lab, pool: sky.Compute) -> None:
+    pool.broadcast(model(0), collect="head")
+    before = came(lab)
+    found = pool.broadcast(model(1), collect="head")
+    assert came(lab) - before < 1.1 * 4 * MIB
+    assert [one["loss"] for one in found] == [0, 1, 2, 3]
+    assert len({bytes(one["shared"].data) for one in found}) == 1
+    assert len({id(one["shared"].data) for one in found}) == 4, "each has memory of its own"
+    assert all(one["again"] is one["shared"] is one["own"] for one in found)
+
+
+def test_large_results_that_differ_come_too(pool: sky.Compute) -> None:
+    found = pool.broadcast(model(2, differs=True), collect="head")
+    expected = model(2, differs=True) @ pool
+    for one, other in zip(found, expected, strict=True):
+        assert [one[name].data for name in ("shared", "own")] == [other[name].data for name in ("shared", "own")]
+
+
+def test_what_cannot_be_collected(pool: sky.Compute) -> None:
+    with pytest.raises(sky.UsageError, match="invalid collect='some'"):
+        pool.broadcast(model(1), collect="some")  # type: ignore[arg-type]
+    with pytest.raises(sky.BroadcastError) as failed:
+        pool.broadcast(fails(), collect="head")
+    assert "collected.py" not in "".join(traceback.format_exception(failed.value))
+
+
+@sky.function
+def fails() -> None:
+    raise ValueError("no result")
+
+
+def came(lab: Lab) -> int:
+    """Bytes that have come from the hosts of the lab."""
+    return int(Path(f"/sys/class/net/{lab.hosts[0].network.bridge}/statistics/rx_bytes").read_text())
+
+
+@sky.function
+def texts(size: int) -> dict[str, Any]:
+    return {"bytes": b"b" * size, "text": "t" * size, "array": bytearray(size), "rank": sky.instance_info().rank}
+
+
+def test_bytes_and_texts_are_collected_as_such(pool: sky.Compute) -> None:
+    expected = [{**texts.fn(2 * MIB), "rank": rank} for rank in range(4)]
+    found = pool.broadcast(texts(2 * MIB), collect="head")
+    assert found == expected
+    assert [type(one["bytes"]) for one in found] == [bytes] * 4

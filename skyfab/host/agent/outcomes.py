@@ -17,6 +17,7 @@ _HERE = os.path.dirname(__file__)
 _OURS = (
     *(os.path.join(_HERE, name) for name in ("worker.py", "actors.py", "exchanges.py")),
     os.path.join(os.path.dirname(_HERE), "device", ""),
+    os.path.join(os.path.dirname(_HERE), "collected.py"),
 )
 """Files whose frames come before the user's: those of workers, and of device workers."""
 

@@ -239,11 +239,13 @@ def parts_of(payload: codec.Payload, names: Mapping[int, str]) -> tuple[tuple[me
         return payload.parts, (payload.data, *payload.buffers)
     parts: list[messages.Part] = [len(payload.data)]
     inline: list[Any] = [payload.data]
-    for buffer in payload.buffers:
+    for buffer, part in zip(payload.buffers, payload.parts[1:], strict=True):
         name = names.get(id(buffer))
         if name is None:
-            parts.append(len(buffer))
+            parts.append(part)
             inline.append(buffer)
+        elif payload.kinds.get(id(buffer)) == "bytes":
+            parts.append((name, len(buffer), "bytes"))
         else:
             parts.append((name, len(buffer)))
     return tuple(parts), inline

@@ -47,7 +47,7 @@ class Producer:
         values = self._stream.values
         try:
             for number, value in enumerate(values):
-                payload = codec.dumps(value).copied()  # the program may change its arrays
+                payload = _copied(codec.dumps(value))
                 del value
                 feeds = [self._feeds[number % len(self._feeds)]] if self._stream.shard else self._feeds
                 for feed in feeds:
@@ -140,6 +140,11 @@ def _encoded(error: Exception) -> codec.Payload:
         return codec.dumps((error, text))
     except Exception:
         return codec.dumps((RuntimeError(f"{type(error).__qualname__}: {said(error)}"), text))
+
+
+def _copied(payload: codec.Payload) -> codec.Payload:
+    """A copy: the program may change its arrays."""
+    return codec.Payload(payload.data, [memoryview(bytes(buffer)) for buffer in payload.buffers])
 
 
 def converse(call: PackedCall, futures: Sequence[CallFuture], *, untrusted: bool) -> list[Conversation]:

@@ -66,8 +66,9 @@ def as_group(values: Sequence[codec.Payload]) -> codec.Payload:
     table = [number for value in values for number in (len(value.data), len(value.buffers))]
     head = struct.pack(f"<{1 + len(table)}Q", len(values), *table)
     refs = {key: name for value in values for key, name in value.refs.items()}
+    kinds = {key: kind for value in values for key, kind in value.kinds.items()}
     buffers = [buffer for value in values for buffer in value.buffers]
-    return codec.Payload(b"".join((head, *(value.data for value in values))), buffers, refs)
+    return codec.Payload(b"".join((head, *(value.data for value in values))), buffers, refs, kinds)
 
 
 def of_group(buffers: Sequence[memoryview]) -> list[list[memoryview]]:

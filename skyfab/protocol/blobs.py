@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import mmap
+import sys
 
 from skyfab.errors import ProtocolError
 
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Final
+    from typing import Any, Final
 
     from skyfab.protocol.frames import Buffer
     from skyfab.protocol.messages import Part
 
-    Resolve = Callable[[str], memoryview]
-    """From the name of a blob to its content."""
+    Resolve = Callable[..., memoryview]
+    """From the name of a blob, and the kind of object to read it into if the part has one, to its content."""
 
 LARGE: Final = 1024 * 1024
 """Buffers of at least this size may be stored as blobs instead of being sent again."""
 MOST_PARTS: Final = 8192
 """Maximum number of parts of one message: each, however small, has a separate allocation."""
+KINDS: Final = ("bytes",)
+"""The objects into whose own memory a part can be received. A bytearray could not change its size afterwards."""
 _HEX: Final = frozenset("0123456789abcdef")
 
 
@@ -28,10 +31,33 @@ def name_of(*pieces: Buffer) -> str:
     """The blob name of the concatenated pieces: their sha256 in hex."""
     import hashlib  # imported late: OpenSSL is slow to load, and many pools have no blobs
 
+    forget_unused()
+    content = pieces[0].obj if len(pieces) == 1 and isinstance(pieces[0], memoryview) else None
+    is_whole = type(content) is bytes and len(content) == len(pieces[0])
+    if is_whole and id(content) in _known:
+        return _known[id(content)][1]
     digest = hashlib.sha256()
     for piece in pieces:
         digest.update(piece)
-    return digest.hexdigest()
+    name = digest.hexdigest()
+    if is_whole and sys.getrefcount(content) > _REFERENCES:
+        assert isinstance(content, bytes)
+        _known[id(content)] = content, name
+    return name
+
+
+_known: dict[int, tuple[bytes, str]] = {}
+"""The names of bytes objects, by `id`: they cannot change, so that they are hashed once."""
+_REFERENCES: Final = 4
+"""References to bytes that nobody but a call refers to: its arguments, a view of them, and two in `name_of`."""
+
+
+def forget_unused() -> None:
+    """Forgets the names of bytes objects that nobody else refers to, so that their memory is free."""
+    for key in list(_known):
+        found = _known.get(key)  # another thread may have removed it
+        if found is not None and sys.getrefcount(found[0]) <= 2:
+            _known.pop(key, None)
 
 
 def check_name(name: object) -> str:
@@ -51,14 +77,36 @@ def allocate(size: int) -> memoryview:
     return memoryview(area)
 
 
+def allocate_bytes(size: int) -> memoryview:
+    """The memory of new bytes, for content that is written before anything else refers to them."""
+    if size < LARGE or sys.implementation.name != "cpython":
+        return memoryview(bytearray(size))
+    import ctypes  # only for large objects: importing it would slow an agent's start
+
+    make = ctypes.pythonapi.PyBytes_FromStringAndSize
+    make.restype, make.argtypes = ctypes.py_object, (ctypes.c_char_p, ctypes.c_ssize_t)
+    made = make(None, size)
+    area: Any = (ctypes.c_ubyte * size).from_address(id(made) + bytes.__basicsize__ - 1)
+    area.owner = made  # `bytes_in` finds them there
+    return memoryview(area).cast("B")
+
+
+def bytes_in(memory: Any) -> bytes:
+    """The bytes that this memory was allocated for; a copy of other memory."""
+    content = getattr(memory, "obj", None)
+    found = getattr(content, "owner", content)
+    return found if type(found) is bytes and len(found) == len(memory) else bytes(memory)
+
+
 def _inline(part: Part) -> int | None:
     """How many bytes of data a part announces; None if it refers to a blob. Raises ProtocolError."""
-    if type(part) is int and part >= 0:
-        return part
-    if isinstance(part, list) and len(part) == 2:
-        check_name(part[0])
+    size = part[1] if isinstance(part, list) and len(part) == 2 and part[0] in KINDS else part
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    if isinstance(size, list) and len(size) in (2, 3) and size[2:] in ([], ["bytes"]):
+        check_name(size[0])
         return None
-    raise ProtocolError(f"not a part: a {type(part).__name__}")
+    raise ProtocolError(f"not a part: a {type(size).__name__}")
 
 
 def inline_size(parts: Sequence[Part]) -> int:
@@ -70,7 +118,7 @@ def inline_size(parts: Sequence[Part]) -> int:
 
 def names_blobs(parts: Sequence[Part]) -> bool:
     """Whether some of the parts are blobs of the store."""
-    return any(isinstance(part, list) for part in parts)
+    return any(isinstance(part, list) and part[0] not in KINDS for part in parts)
 
 
 def split(parts: Sequence[Part], data: memoryview) -> list[memoryview]:
@@ -99,7 +147,7 @@ class Assembly:
             raise ProtocolError(f"a message of {self.missing} bytes; at most {limit} are accepted")
         self._parts = parts
         self._resolve = resolve
-        self._inline = [size for size in map(_inline, parts) if size is not None]
+        self._inline = [part for part in parts if _inline(part) is not None]
         self.inline: list[memoryview] = []
         """The inline parts received so far. No memory is allocated for parts that are only announced."""
         self._offset = 0
@@ -118,18 +166,18 @@ class Assembly:
         """All of the data was received. Raises ProtocolError if it is more or less than was announced."""
         if len(data) != self.missing:
             raise ProtocolError(f"{len(data)} bytes of data where {self.missing} were announced")
-        for size in filter(None, self._inline):
+        for size in filter(None, map(_inline, self._inline)):
             self.place(size)[:] = data[:size]
             self.advance(size)
             data = data[size:]
 
     def _begin(self) -> None:
         """Allocates the next part."""
-        size = self._inline[len(self.inline)]
+        part = self._inline[len(self.inline)]
         try:
-            self.inline.append(allocate(size))
+            self.inline.append(allocate(part) if isinstance(part, int) else allocate_bytes(part[1]))
         except (OSError, OverflowError, MemoryError, ValueError) as error:
-            raise ProtocolError(f"not enough memory for a part of {size} bytes") from error
+            raise ProtocolError(f"not enough memory for a part of {_inline(part)} bytes") from error
         self._offset = 0
 
     def advance(self, length: int) -> bool:
@@ -143,9 +191,9 @@ class Assembly:
         while len(self.inline) < len(self._inline):  # remaining parts are empty
             self._begin()
         inline = iter(self.inline)
-        return [next(inline) if isinstance(part, int) else self._named(part[0]) for part in self._parts]
+        return [self._named(part) if _inline(part) is None else next(inline) for part in self._parts]
 
-    def _named(self, name: str) -> memoryview:
+    def _named(self, part: Any) -> memoryview:
         if self._resolve is None:
             raise ProtocolError("a blob where none was expected")
-        return self._resolve(name)
+        return self._resolve(part[0], *part[2:])

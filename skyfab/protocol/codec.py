@@ -18,7 +18,7 @@ import types
 
 import cloudpickle
 
-from skyfab.protocol.blobs import LARGE, allocate
+from skyfab.protocol.blobs import LARGE, allocate, bytes_in, forget_unused
 
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
@@ -41,28 +41,38 @@ _NO_REFS: Final[Mapping[int, str]] = types.MappingProxyType({})
 class Payload:
     """A pickled object: the pickle, and its out-of-band buffers in the order in which it refers to them."""
 
-    __slots__ = ("buffers", "data", "refs")
+    __slots__ = ("buffers", "data", "kinds", "refs")
 
-    def __init__(self, data: bytes, buffers: Sequence[memoryview] = (), refs: Mapping[int, str] = _NO_REFS) -> None:
+    def __init__(
+        self,
+        data: bytes,
+        buffers: Sequence[memoryview] = (),
+        refs: Mapping[int, str] = _NO_REFS,
+        kinds: Mapping[int, str] = _NO_REFS,
+    ) -> None:
         self.data = data
         self.buffers = tuple(buffers)
         self.refs = refs
         """The buffers that are packed objects: `id` of the buffer to name of its content."""
+        self.kinds = kinds
+        """The buffers that are bytes: `id` of the buffer to the kind (`blobs.KINDS`)."""
 
     @property
-    def parts(self) -> tuple[int, ...]:
+    def parts(self) -> tuple[Any, ...]:
         """Its parts as a message lists them."""
-        return (len(self.data), *map(len, self.buffers))
+        if not self.kinds:
+            return (len(self.data), *map(len, self.buffers))
+        kinds = [self.kinds.get(id(buffer)) for buffer in self.buffers]
+        sizes = [(kind, len(found)) if kind else len(found) for kind, found in zip(kinds, self.buffers, strict=True)]
+        return (len(self.data), *sizes)
 
     def copied(self) -> Payload:
         """The same with buffers of its own, which do not change with the object."""
         if not self.buffers:
             return self
-        buffers = [
-            buffer if id(buffer) in self.refs or type(buffer.obj) is bytes else memoryview(bytes(buffer))
-            for buffer in self.buffers
-        ]
-        return Payload(self.data, buffers, self.refs)
+        own = {*self.refs, *self.kinds}
+        buffers = [buffer if id(buffer) in own else memoryview(bytes(buffer)) for buffer in self.buffers]
+        return Payload(self.data, buffers, self.refs, self.kinds)
 
     @property
     def size(self) -> int:
@@ -90,6 +100,7 @@ def dumps(
     """
     if not then and (type(value) in _ATOMS or (type(value) is tuple and _ATOMS.issuperset(map(type, value)))):
         return Payload(pickle.dumps(value, protocol=5))  # faster, and cloudpickle is not needed for these types
+    forget_unused()
     beside = _Beside()
     pickler = _Pickler(beside, reference, same_gpus)
     try:
@@ -116,6 +127,7 @@ def dumper() -> Callable[[Any], Payload]:
         pickler.dump(value)
         return beside.payload()
 
+    forget_unused()
     return dump
 
 
@@ -178,11 +190,12 @@ class _Beside:
     def begin(self) -> None:
         self.pieces: list[bytes] = []
         self.buffers: list[memoryview] = []
+        self.kinds: dict[int, str] = {}
         self.refs: dict[int, str] = {}
         self.packed.clear()
 
     def payload(self) -> Payload:
-        return Payload(b"".join(self.pieces), self.buffers, self.refs or _NO_REFS)
+        return Payload(b"".join(self.pieces), self.buffers, self.refs or _NO_REFS, self.kinds or _NO_REFS)
 
     def __call__(self, buffer: pickle.PickleBuffer) -> bool:
         try:
@@ -203,20 +216,19 @@ class _Beside:
         It writes them as they are, without a copy, and before them the opcode and their size.
         """
         if len(piece) >= LARGE and len(self.buffers) < BESIDE:
-            for opcode, width, restore in _OPCODES:
+            for opcode, width, restore, kind in _OPCODES:
                 if len(piece) >> 8 * width:
                     continue
                 head = opcode + len(piece).to_bytes(width, "little")
                 if self.pieces and self.pieces[-1].endswith(head):
                     call = f"c{__name__}\n{restore.__name__}\n".encode() + pickle.NEXT_BUFFER
                     self.pieces[-1] = self.pieces[-1].removesuffix(head) + call + pickle.TUPLE1 + pickle.REDUCE
-                    self.buffers.append(memoryview(bytes(piece)))  # a copy of a bytearray, which may change
+                    view = memoryview(bytes(piece))  # a copy of a bytearray, which may change
+                    self.buffers.append(view)
+                    if kind:
+                        self.kinds[id(view)] = kind
                     return
         self.pieces.append(piece)
-
-
-def bytes_in(memory: Buffer) -> bytes:
-    return bytes(memory)
 
 
 def _bytearray(memory: Buffer) -> bytearray:
@@ -228,13 +240,13 @@ def _str(memory: Buffer) -> str:
 
 
 _OPCODES: Final = (
-    (pickle.BINBYTES, 4, bytes_in),
-    (pickle.BINBYTES8, 8, bytes_in),
-    (pickle.BYTEARRAY8, 8, _bytearray),
-    (pickle.BINUNICODE, 4, _str),
-    (pickle.BINUNICODE8, 8, _str),
+    (pickle.BINBYTES, 4, bytes_in, "bytes"),
+    (pickle.BINBYTES8, 8, bytes_in, "bytes"),
+    (pickle.BYTEARRAY8, 8, _bytearray, ""),
+    (pickle.BINUNICODE, 4, _str, ""),
+    (pickle.BINUNICODE8, 8, _str, ""),
 )
-"""The opcodes of large bytes and texts, how many bytes their size has, and what restores them."""
+"""The opcodes of large bytes and texts, how many bytes their size has, what restores them, and in which memory."""
 
 
 def send_by_value(module: Any) -> None:

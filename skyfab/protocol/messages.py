@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
     M = TypeVar("M", bound="Message")
     Part = Any
-    """An `int`: the number of bytes that follow inline. ``[name, size]``: a blob that is in the host's store."""
+    """An `int`: the number of bytes that follow inline; ``["bytes", size]``: the same, into the memory of such an
+    object. ``[name, size]``: a blob that is in the host's store; ``[name, size, "bytes"]``: the same, as an object."""
 else:
 
     def dataclass_transform(**_):

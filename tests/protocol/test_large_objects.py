@@ -1,17 +1,20 @@
-"""Large bytes, bytearrays, memoryviews and texts: outside the pickle."""
+"""Large bytes, bytearrays, memoryviews and texts: outside the pickle, and received into the object's own memory."""
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 
 from skyfab.errors import ProtocolError
 from skyfab.protocol import blobs, codec
-from skyfab.protocol.blobs import LARGE, Assembly, inline_size, name_of
+from skyfab.protocol.blobs import LARGE, Assembly, inline_size, name_of, split
 
 SIZE = LARGE + 12345
 
@@ -60,6 +63,13 @@ def test_types_and_content_arrive_exactly(value: Any, kind: type) -> None:
     assert found[1] == {"again": value, 1: "small"}
     if type(value) is kind and kind is not Labeled:
         assert found[1]["again"] is found[0]  # one object is sent once
+
+
+def test_bytes_are_received_into_their_own_memory() -> None:
+    data, memory = received(codec.dumps([os.urandom(SIZE)]))
+    (found,) = codec.loads(data, [memory])
+    area: Any = memory.obj
+    assert found is area.owner
 
 
 def test_a_bytearray_can_be_resized_where_it_was_received() -> None:
@@ -123,19 +133,67 @@ def test_more_objects_than_parts_go_into_the_pickle(monkeypatch: pytest.MonkeyPa
     assert codec.loads(payload.data, payload.buffers) == values
 
 
+def test_bytes_that_somebody_keeps_are_hashed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    hashed = []
+    content = os.urandom(SIZE)
+    arguments = (content, None)
+    name = name_of(codec.dumps(arguments).buffers[0])
+    assert name == name_of(bytearray(content))
+    part = name_of(memoryview(content)[1:])
+    import hashlib
+
+    monkeypatch.setattr(hashlib, "sha256", lambda: hashed.append(1))
+    assert name_of(codec.dumps([content]).buffers[0]) == name != part
+    assert not hashed
+
+
+def test_bytes_that_nobody_keeps_are_not_kept_for_their_name() -> None:
+    gc.collect()
+    blobs.forget_unused()
+    name_of(codec.dumps(arguments := (os.urandom(SIZE),)).buffers[0])
+    assert not blobs._known
+    content = arguments[0]
+    name_of(codec.dumps(arguments).buffers[0])
+    assert blobs._known
+    del content, arguments
+    codec.dumps([object])
+    assert not blobs._known
+
+
 def test_equal_bytes_have_equal_names_and_others_do_not() -> None:
     first, second = bytes(SIZE), bytes(SIZE - 1) + b"1"
     assert name_of(memoryview(first)) != name_of(memoryview(second))
     assert name_of(memoryview(first)[1:]) == name_of(bytes(SIZE - 1))
 
 
-@pytest.mark.parametrize("part", [-1, True, "9", ["0" * 64], ["0" * 64, 1, "list"], ["bytes", 9], []])
+@pytest.mark.parametrize(
+    "part",
+    [["bytes", -1], ["bytes", True], ["bytes", "9"], ["list", 9], ["bytes", 1, "bytes"], ["0" * 64, 1, "list"], []],
+)
 def test_invalid_parts_are_refused(part: Any) -> None:
     with pytest.raises(ProtocolError):
         inline_size([part])
 
 
+def test_a_small_part_may_be_marked_too() -> None:
+    assert split([["bytes", 3], 1], memoryview(b"abcd")) == [b"abc", b"d"]
+
+
 def test_an_object_larger_than_memory_is_a_clear_error() -> None:
-    assembly = Assembly([2**60])
+    assembly = Assembly([["bytes", 2**60]])
     with pytest.raises(ProtocolError, match="not enough memory for a part of 1152921504606846976 bytes"):
         assembly.place(10)
+
+
+def test_several_threads_forget_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = {number: (bytes([number % 256]) * 64 + str(number).encode(), "name") for number in range(20_000)}
+    monkeypatch.setattr(blobs, "_known", kept)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(4) as threads:
+            for done in [threads.submit(blobs.forget_unused) for _ in range(4)]:
+                done.result()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not kept

@@ -17,7 +17,7 @@ import time
 
 from skyfab.errors import ProtocolError
 from skyfab.host.agent.workdir import INCLUDED
-from skyfab.protocol.blobs import check_name, name_of
+from skyfab.protocol.blobs import allocate_bytes, check_name, name_of
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
@@ -102,6 +102,30 @@ def is_intact(path: str, name: str) -> bool:
 def _started() -> float:
     """When this machine started."""
     return time.time() - time.clock_gettime(getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC))
+
+
+class Blobs:
+    """The blobs of a worker's calls, in memory."""
+
+    def __init__(self, stores: Sequence[str]) -> None:
+        self._stores = stores
+        self.kept: dict[str, memoryview] = {}
+        """Bytes objects of the last call: if the next one has them too, it gets the same, since they cannot change."""
+
+    def keep_only(self, parts: Sequence[Any]) -> None:
+        """A call with these parts has begun to arrive."""
+        names = {part[0] for part in parts if isinstance(part, list)}
+        self.kept = {name: memory for name, memory in self.kept.items() if name in names}
+
+    def __call__(self, name: str, kind: str = "") -> memoryview:
+        """The blob: as `map_blob` has it, or in the memory of an object of that kind."""
+        if not kind:
+            return map_blob(self._stores, name)
+        if name not in self.kept:
+            content = map_blob(self._stores, name)
+            self.kept[name] = allocate_bytes(len(content))
+            self.kept[name][:] = content
+        return self.kept[name]
 
 
 def map_file(fd: int, size: int) -> memoryview:

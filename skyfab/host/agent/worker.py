@@ -24,7 +24,7 @@ from skyfab.host.agent import cuda, workdir
 from skyfab.host.agent.functions import GENERATORS, load_function
 from skyfab.host.agent.imports import ImportFinder
 from skyfab.host.agent.outcomes import cut, describe, exited, said, trace
-from skyfab.host.agent.store import NotStored, map_blob
+from skyfab.host.agent.store import Blobs, NotStored
 from skyfab.host.agent.worker_setup import set_up
 from skyfab.protocol import codec, messages
 from skyfab.protocol.batches import GROUP_BYTES, GROUP_PARTS, as_group, of_group
@@ -83,7 +83,7 @@ class Worker(context.Client):
         self.source = source
         self._recv_into = io.FileIO(source, closefd=False).readinto
         self._sink = sink
-        self._blob = functools.partial(map_blob, stores)
+        self._blob = Blobs(stores)
         self.plain = plain
         self.encoding: Any = codec
         if plain:
@@ -176,6 +176,8 @@ class Worker(context.Client):
                 self._open_exchanges()
             elif isinstance(message, messages.Call) and message.streams:
                 self._open_exchanges().open(stream, message.ask)
+            if self._blob.kept and isinstance(message, messages.Call):
+                self._blob.keep_only(parts)
             if head and not names_blobs(parts):
                 queue.append((stream, message, split(parts, payload[head:])))
             else:

@@ -26,7 +26,6 @@ from skyfab.calls.call import (
     check_errors,
     check_seconds,
     not_a_call,
-    not_a_function,
 )
 from skyfab.calls.image import Image
 from skyfab.calls.pack import PackedCall, collect, pack_function, pack_streams, sources_of

@@ -21,7 +21,7 @@ from simulation.threads import Loop, Threading, Time
 from skyfab.pool import chain, compute, file_worker, host_choice, nodes, rendezvous
 from skyfab.pool.node import Node
 from skyfab.pool.task import Task
-from skyfab.session import backoff, bootstrap, reader, shell, timing
+from skyfab.session import bootstrap, reader, shell, timing
 from skyfab.session.connection import Connection
 from skyfab.session.session import Session
 from skyfab.ssh import logins
@@ -91,7 +91,7 @@ class World:
             (file_worker, "_workers", itertools.count(1)),
             (chain, "new_certificate", lambda: ("certificate", "key")),
             *((module, "secrets", words) for module in (nodes, rendezvous)),
-            *((module, "random", chance) for module in (backoff, logins)),
+            *((module, "random", chance) for module in (timing, logins)),
             *((module, "transport_for", self._transport) for module in (host_choice, nodes)),
         ]
         own += [(kind, "__hash__", _serial(loop)) for kind in _IN_SETS]

@@ -197,11 +197,8 @@ def function(
     loop. A call of a generator function returns an iterator; up to `ahead` values are sent before they are used.
     A call on one worker has `gpus` GPUs for itself, or that share of one such as 0.5 (docs/gpus.md).
     """
-
-    def decorate(fn: Any) -> Function[Any, Any]:
-        return Function(fn, timeout=timeout, retries=retries, stall=stall, ahead=ahead, gpus=gpus)
-
-    return decorate if fn is None else decorate(fn)
+    made = functools.partial(Function, timeout=timeout, retries=retries, stall=stall, ahead=ahead, gpus=gpus)
+    return made if fn is None else made(fn)
 
 
 class Call(Generic[R]):
@@ -229,15 +226,8 @@ class Call(Generic[R]):
     def _has_not_run(self, *_: object) -> NoReturn:
         raise TypeError(f"{self.function.label}(…) has not run: write {self.function.label}(…) >> compute")
 
-    if not TYPE_CHECKING:  # type checkers refuse what is not defined, and what follows NoReturn they do not check
-        __add__ = __sub__ = __mul__ = __truediv__ = __floordiv__ = __mod__ = __pow__ = _has_not_run
-        __radd__ = __rsub__ = __rmul__ = __rtruediv__ = __rfloordiv__ = __rmod__ = __rpow__ = _has_not_run
-        __neg__ = __abs__ = __round__ = __int__ = __float__ = _has_not_run
-        __lt__ = __le__ = __ge__ = _has_not_run
-        __bool__ = __len__ = __contains__ = __getitem__ = _has_not_run
-
-    def __iter__(self) -> NoReturn:
-        raise TypeError(f"{self.function.label}(…) has not run: for value in {self.function.label}(…) >> compute")
+    if not TYPE_CHECKING:  # type checkers do not check what follows NoReturn
+        __bool__ = __iter__ = _has_not_run
 
     def __repr__(self) -> str:
         return f"<call of {self.function.label}; to run it: call >> compute>"
@@ -354,9 +344,3 @@ def not_a_call(value: object) -> UsageError:
     else:
         what = f"{value!r:.80} is a value, not a call: is the function that returned it decorated with @sky.function?"
     return UsageError(what)
-
-
-def not_a_function(call: Call[Any]) -> UsageError:
-    """The error for a call where `map` expects the function."""
-    name = call.function.label
-    return UsageError(f"{name}(…) is a call, and map needs the function itself: write compute.map({name}, items)")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 from skyfab._util import toml
@@ -136,11 +136,7 @@ def _manifest(
 
 def _check_python(wanted: object, shown: str) -> None:
     here = platform.python_version()
-    try:
-        fits = wanted is None or SpecifierSet(str(wanted)).contains(here, prereleases=True)
-    except InvalidSpecifier:
-        raise UsageError(f"{shown}: invalid requires-python: {wanted!r}", hint='as in ">=3.11"') from None
-    if not fits:
+    if wanted is not None and not SpecifierSet(str(wanted)).contains(here, prereleases=True):
         raise UsageError(
             f"{shown} requires Python {wanted}, but skyfab runs with {here}: hosts run the same Python",
             hint=f"uvx --python '{wanted}' skyfab …",
@@ -219,21 +215,15 @@ class _Sources:
         return UsageError(f"{self._shown} has no lock, and {why}", hint=f"uv lock --script {self._shown}")
 
 
-def listed(path: Path, above: tuple[str, ...] = ()) -> list[str]:
-    """The requirements in a file that those `above` include.
-
-    Raises UsageError if it cannot be read or has options other than -r and --hash.
-    """
+def listed(path: Path) -> list[str]:
+    """The requirements in a file. Raises UsageError if it cannot be read or has options other than -r and --hash."""
     found: list[str] = []
-    here = os.path.realpath(path)
-    if here in above:
-        raise UsageError(f"cannot read {path}: it includes itself", hint="remove the -r that leads back to it")
     text = re.sub(r"(?m)(^|[ \t])#.*", "", text_of(path))
     for line in text.replace("\\\n", " ").splitlines():
         line = line.strip()
         other = re.fullmatch(r"(?:-r\s*|--requirement[\s=]\s*)(\S.*)", line)
         if other:
-            found += listed(path.parent / other[1].strip("\"'"), (*above, here))
+            found += listed(path.parent / other[1].strip("\"'"))
         elif line.startswith("-") and not re.fullmatch(r"(-e|--editable)\s*\.", line):
             raise UsageError(f"{path}: only requirements are supported, not {line!r:.80}", hint="--index=URL=packages")
         elif line not in ("", ".") and not line.startswith("-"):  # the project's own modules are sent anyway

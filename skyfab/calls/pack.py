@@ -64,8 +64,8 @@ class PackedCall:
 
     @property
     def batch(self) -> int:
-        """How many values one request is for, at most; 0 if it must not be asked before a value is needed."""
-        return max(1, self.ahead // 3) if self.yields and self.ahead else 0
+        """How many values one request is for, at most."""
+        return max(1, self.ahead // 3) if self.yields else 0
 
     @property
     def converses(self) -> bool:

@@ -19,7 +19,7 @@ from typing import Final
 
 from skyfab._util.signals import SIGNAL_GUARD, SignalCame
 from skyfab.calls.folder_watch import Changes
-from skyfab.calls.gitignore import is_kept, is_valid, spec_of
+from skyfab.calls.gitignore import is_kept, spec_of
 from skyfab.calls.image import Image
 from skyfab.calls.modules import Modules, files_below, names_in
 from skyfab.errors import UsageError
@@ -70,9 +70,6 @@ class Project:
 
     def __init__(self, image: Image) -> None:
         self._includes = [_include_of(word) for word in image.includes]
-        for word in image.excludes:
-            if word != "*" and not is_valid(word):
-                raise UsageError(f"Image(excludes=…) has {word!r}, which is not a pattern of .gitignore")
         self._image = image
         self._tree = EMPTY
         self._changing: set[bytes] = set()

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Generic, NoReturn, SupportsIndex, TypeVar
+from typing import Generic, TypeVar
 
 from skyfab._util.signals import is_from_handler
 from skyfab._util.sizes import readable
-from skyfab.errors import NotPicklable, UsageError
+from skyfab.errors import NotPicklable
 from skyfab.protocol.blobs import allocate, name_of
 from skyfab.protocol.codec import Packed, pack, unpack
 
@@ -54,12 +54,6 @@ class Ref(Packed, Generic[T]):
 
     def __deepcopy__(self, memo: object) -> Ref[T]:
         return self  # it is immutable
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise UsageError(
-            f"{self!r} can be pickled only as an argument of a call",
-            hint="pass it to a call: f(ref) >> compute; or pickle the object itself: ref.get()",
-        )
 
 
 def put(obj: T) -> Ref[T]:

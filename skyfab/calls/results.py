@@ -51,7 +51,9 @@ def unpack_result(
     if isinstance(message, messages.Raised):
         found = _exception(message, buffers, host, rank, untrusted)
         trace = with_local_paths(message.traceback, host)
-        raise found from RemoteTraceback(trace + _noted(found, host), host, rank, message.item)
+        if note := _note(found, host):
+            add_note(found, note)
+        raise found from RemoteTraceback(trace, host, rank, message.item)
     if isinstance(message, messages.Ended):
         trace = with_local_paths(message.traceback, host)
         cause = RemoteTraceback(trace, host, rank, message.item) if trace else None
@@ -161,18 +163,6 @@ def add_note(error: BaseException, note: str) -> None:
     """Adds a line to an error. An exception of the user's may refuse attributes, or have unusual `__notes__`."""
     with contextlib.suppress(Exception):
         vars(error)["__notes__"] = [*getattr(error, "__notes__", ()), note]  # `add_note` is missing before Python 3.11
-
-
-def _noted(error: BaseException, host: str) -> str:
-    """Adds a hint to the user's exception, as a note. Before Python 3.11 returns it, to be shown with the traceback."""
-    note = _note(error, host)
-    if note is None:
-        return ""
-    if hasattr(error, "add_note"):
-        with contextlib.suppress(Exception):  # it may refuse attributes, or have unusual `__notes__`
-            error.add_note(note)
-        return ""
-    return f"\n{note}"
 
 
 def _note(error: BaseException, host: str) -> str | None:

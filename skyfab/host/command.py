@@ -11,6 +11,7 @@ import sys
 
 from skyfab import context
 from skyfab.errors import HostUnfit, WorkerDied
+from skyfab.host.agent.host_info import how_it_ended
 from skyfab.host.agent.processes import end_children
 
 TYPE_CHECKING = False  # as in all modules that hosts import
@@ -95,17 +96,6 @@ def end(program: Program, grace: float) -> None:
     program.kill()
     program.wait()
     end_children()
-
-
-def how_it_ended(code: int) -> str:
-    """
-    >>> how_it_ended(3), how_it_ended(-9)
-    ('ended with exit code 3', 'was ended by SIGKILL')
-    """
-    if code >= 0:
-        return f"ended with exit code {code}"
-    known = {one.value: one.name for one in signal.Signals}
-    return f"was ended by {known.get(-code, f'signal {-code}')}"
 
 
 def _environment() -> dict[str, str]:

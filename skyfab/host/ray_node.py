@@ -28,9 +28,6 @@ _GRACE = 5.0
 """Seconds for Ray's processes to exit by themselves."""
 _LINES = 5
 """Lines of the output of ``ray start`` that an error shows."""
-_ATTEMPTS = 3
-_TAKEN = "already occupied"
-"""What Ray says if another process has taken the port of the dashboard."""
 _DEATH_SIGNAL = 1
 """A setting of prctl."""
 
@@ -65,18 +62,12 @@ class RayNode:
             return self._launch(options, env), 0
         options = [*options, "--head", "--port=0", "--disable-usage-stats", "--dashboard-host=127.0.0.1"]
         has_dashboard = importlib.util.find_spec("aiohttp_cors") is not None  # of ray[default]
-        for left in range(_ATTEMPTS - 1, -1, -1):
-            with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
-                port, client = (int(one.getsockname()[1]) for one in (first, second))
-            more = [f"--dashboard-port={port}", f"--include-dashboard={has_dashboard}"]
-            if importlib.util.find_spec("grpc") is not None:  # of ray[client] and ray[default]
-                more.append(f"--ray-client-server-port={client}")
-            try:
-                return self._launch([*options, *more], env), port if has_dashboard else 0
-            except HostUnfit as error:
-                if not left or _TAKEN not in error.message:
-                    raise
-        raise AssertionError
+        with socket.create_server(("127.0.0.1", 0)) as first, socket.create_server(("127.0.0.1", 0)) as second:
+            port, client = (int(one.getsockname()[1]) for one in (first, second))
+        options += [f"--dashboard-port={port}", f"--include-dashboard={has_dashboard}"]
+        if importlib.util.find_spec("grpc") is not None:  # of ray[client] and ray[default]
+            options.append(f"--ray-client-server-port={client}")
+        return self._launch(options, env), port if has_dashboard else 0
 
     def _launch(self, options: Sequence[str], env: Mapping[str, str]) -> str:
         """Runs ``ray start``. It stays, and writes Ray's address to a file when its node is ready; returns that."""

@@ -26,6 +26,7 @@ import urllib.request
 from skyfab import context
 from skyfab.errors import CallCancelled, HostLost, HostUnfit, WorkerDied
 from skyfab.host import command, phase
+from skyfab.host.agent.host_info import how_it_ended
 from skyfab.host.agent.processes import SUBREAPER, prctl
 from skyfab.host.gpu_locks import REFUSE, Claim, visible
 from skyfab.host.rank_channel import Channel, ChannelLost, Head
@@ -93,7 +94,7 @@ def supervise(words: Sequence[str], folder: str | None, settings: Message) -> in
         failed.pop_all()
     if code:
         name = words[0] if words else settings["run"]
-        raise WorkerDied(f"{name} {command.how_it_ended(code)}", exitcode=code, rank=info.rank)
+        raise WorkerDied(f"{name} {how_it_ended(code)}", exitcode=code, rank=info.rank)
     return code
 
 
@@ -141,7 +142,7 @@ class _Rank:
                 self._step(message, has_ended=code is not None)
                 if code is not None and self._program is not None and self._code is None:
                     self._code = code
-                    channel.send({"op": "ended", "text": f"{self._words[0]} {command.how_it_ended(code)}"})
+                    channel.send({"op": "ended", "text": f"{self._words[0]} {how_it_ended(code)}"})
         except ChannelLost:
             if self._program is None or is_server:
                 raise

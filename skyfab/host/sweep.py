@@ -20,9 +20,10 @@ import time
 from skyfab import context
 from skyfab.errors import SkyfabError
 from skyfab.host import phase
+from skyfab.host.agent.host_info import how_it_ended
 from skyfab.host.agent.processes import SUBREAPER, end_strays, has_variable, prctl
 from skyfab.host.ask.runs import end_of_log
-from skyfab.host.command import how_it_ended, start
+from skyfab.host.command import start
 from skyfab.host.gpu_locks import Claim, look
 from skyfab.host.rank_channel import Channel, Head
 from skyfab.host.trial import REPORT, reported
@@ -43,7 +44,7 @@ _REPORT = "report.json"
 _OF_A_RANK = re.compile(
     "MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|NODE_RANK|ROLE_NAME|TORCHELASTIC_.*", re.DOTALL
 )
-"""Names of variables that a trial must not have, because it is not a rank: those of `pool.gang.rank_env`."""
+"""Names of variables that a trial must not have, because it is not a rank: those of `pool.broadcast.rank_env`."""
 
 _LIMITED = """
 import runpy, sys

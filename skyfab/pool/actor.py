@@ -26,12 +26,10 @@ from skyfab.errors import ActorLost, CallCancelled, HostLost, NotPicklable, Prot
 from skyfab.host.agent.actors import invoke, invoke_all
 from skyfab.pool.feeds import converse
 from skyfab.pool.futures import CallFuture, refuse_to_block
-from skyfab.pool.gpus import Gpus
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.streams import Conversation, RemoteIterator
 from skyfab.protocol import codec, messages
 from skyfab.session.replies import Reply
-from skyfab.ui.events import Events
 
 _IN_PROGRESS: Final = 4
 """Messages with submitted calls that may be in progress."""
@@ -62,22 +60,6 @@ class Limits:
                 raise UsageError(f"invalid {name}={value!r}: expected {least} or more")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Common:
-    """What all actors of a pool have in common."""
-
-    plugins: tuple[Any, ...]
-    events: Events
-    untrusted: bool
-    check: Callable[[Sequence[Any]], None]
-    """Raises UsageError for handles of other pools."""
-    gpus: Gpus
-    actors: dict[str, Actor]
-    """Those that are not closed, by the name of their worker."""
-    sync: Callable[[], object]
-    """Syncs the project's files, which new processes import, to all hosts. Waits for them."""
-
-
 @dataclass(slots=True)
 class _Submitted:
     """A call that waits to be sent, or for its reply."""
@@ -93,23 +75,24 @@ class Actor:
     """One actor: its process, and the calls to it. Thread-safe."""
 
     def __init__(
-        self, worker: str, kind: Callable[..., Any], made: PackedCall, place: Place, limits: Limits, common: Common
+        self, worker: str, kind: Callable[..., Any], made: PackedCall, place: Place, limits: Limits, actors: Any
     ) -> None:
-        """`made` is the call of `kind`. `place` chooses the node and the spec for each new process."""
+        """`made` is the call of `kind`. `place` chooses the node and the spec for each new process. `actors` are the
+        `Actors` of its pool (handles.py)."""
         self.label = made.label
         self.worker = worker
         self._kind = kind
-        self.common = common
+        self.actors = actors
         self._methods: dict[str, tuple[bool, frozenset[int | str]]] = {}
         """Whether a method yields values, and its parameters that are annotated as iterators."""
         self._place = place
         self._made = made
-        self._one = pack_function(INVOKE, common.plugins)
-        self._several = pack_function(_INVOKE_ALL, common.plugins)
+        self._one = pack_function(INVOKE, actors.plugins)
+        self._several = pack_function(_INVOKE_ALL, actors.plugins)
         self._restarts = self._restarts_left = limits.restarts
         self._most = max(_IN_PROGRESS, 2 * limits.concurrency)
-        self._together = 1 if common.untrusted or limits.concurrency > 1 else _TOGETHER
-        self.untrusted = common.untrusted
+        self._together = 1 if actors.untrusted or limits.concurrency > 1 else _TOGETHER
+        self.untrusted: bool = actors.untrusted
         self._process = os.getpid()
         self.is_closed = False
         self.is_shared = False
@@ -155,8 +138,8 @@ class Actor:
         with SIGNAL_GUARD, self._lock, suppress(SkyfabError):  # the process of a lost host has ended
             self.is_closed = True
             self._made = replace(self._made, arguments=NOTHING, found=())  # its arguments may be large
-            self.common.actors.pop(self.worker, None)
-            self.common.gpus.leave(self.worker)
+            self.actors.open.pop(self.worker, None)
+            self.actors.gpus.leave(self.worker)
             if self.generation:
                 self.node.release(self.worker)
 
@@ -165,7 +148,7 @@ class Actor:
         if self._process != os.getpid():
             raise UsageError("this actor belongs to another process, and only that process can call it")
         if self._restarts_left and not self.is_closed:
-            self.common.sync()
+            self.actors.sync()
 
     def _check(self) -> None:
         """Restarts a process that has ended, if restarts are left. Raises ActorLost; if it is closed, UsageError."""
@@ -213,9 +196,9 @@ class Actor:
 
     def _wait(self, label: str, reply: Reply, interrupted: str) -> Any:
         """The result in a reply. `interrupted` is what Ctrl-C says of the call on the host."""
-        ended = self.common.events.call(label, self.node.name)
+        ended = self.actors.events.call(label, self.node.name)
         try:
-            with self.common.events.waiting:
+            with self.actors.events.waiting:
                 self.node.session.read_until_there(reply)
                 found = reply.wait()
             result = self.value(*found, label=label)
@@ -283,7 +266,7 @@ class Actor:
         if places:  # the method's name has the place of its parameter `self`
             call = Call(call.function, *streamed(places, call.args, call.kwargs))
         arguments, found = pack_named(call, label, self._kind, method)
-        self.common.check(found)
+        self.actors.check(found)
         return PackedCall(function=self._one, arguments=arguments, label=label, found=found)
 
     def _converse(self, packed: PackedCall, future: CallFuture) -> Conversation:
@@ -291,9 +274,10 @@ class Actor:
         [conversation] = converse(packed, [future], untrusted=self.untrusted)
         return conversation
 
-    def _send(self, packed: PackedCall, caller: Reply, reader: Conversation | None = None) -> None:
+    def _send(self, packed: PackedCall, caller: Reply, conversation: Conversation | None = None) -> None:
         self._check()
-        self.node.call(self.worker, self._spec, packed, caller=caller, store="none", reader=reader)
+        begin = None if conversation is None else conversation.begin
+        self.node.call(self.worker, self._spec, packed, caller=caller, store="none", begin=begin)
 
     def _advance(self, *, everything: bool = False) -> None:
         """Sends calls that wait, unless enough are in progress; or all of them.

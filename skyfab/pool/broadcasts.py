@@ -19,9 +19,8 @@ from skyfab.errors import (
     HostLost,
     UsageError,
 )
-from skyfab.pool.broadcast import Broadcast
+from skyfab.pool.broadcast import Broadcast, Gang, GangSpec
 from skyfab.pool.futures import CallFuture
-from skyfab.pool.gang import Gang, GangSpec
 from skyfab.pool.images import HostImages
 from skyfab.pool.node import Node
 from skyfab.pool.recovery import wait_for_lost

@@ -26,7 +26,6 @@ from skyfab.calls.call import (
     check_errors,
     check_seconds,
     not_a_call,
-    not_a_function,
 )
 from skyfab.calls.image import Image
 from skyfab.calls.pack import PackedCall, collect, pack_function, pack_streams, sources_of
@@ -554,7 +553,10 @@ class Compute(ShownAsTable):
         self._check_open()
         check_errors(errors)
         if isinstance(function, Call):
-            raise not_a_function(function)
+            name = function.function.label
+            raise UsageError(
+                f"{name}(…) is a call, and map needs the function itself: write compute.map({name}, items)"
+            )
         fn = as_function(function)
         if not items:
             raise TypeError(f"map() takes items too: compute.map({fn.label}, items)")

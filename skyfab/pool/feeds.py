@@ -18,7 +18,7 @@ from skyfab.host.agent.outcomes import said
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.streams import Conversation
 from skyfab.protocol import codec
-from skyfab.protocol.batches import Batch, joined
+from skyfab.protocol.batches import Batch, as_group
 from skyfab.session.replies import Reply
 
 
@@ -76,7 +76,7 @@ class Feed:
         self.has_begun = self.has_ended = False
         self._changed = GuardedCondition()
         self._batch = Batch(AHEAD // 3, self._give)
-        self._given: deque[tuple[str, int, Sequence[Any]]] = deque()
+        self._given: deque[tuple[str, codec.Payload | None]] = deque()
         """What was sent and has not been read, the oldest first. The reply to a message says that it was read."""
 
     def begin(self) -> None:
@@ -102,29 +102,26 @@ class Feed:
 
     def finish(self, error: Exception | None) -> None:
         """The values have ended; `error` is the exception that ended them, if any."""
-        parts: Sequence[Any] = ()
-        if error is not None:
-            parts = joined([_copied(_encoded(error))])
+        given = None if error is None else _encoded(error).copied()
         with self._changed:
             self._batch.flush()
-            self._send_new("end", 0, parts)
+            self._send_new("end", given)
 
     def _give(self, values: list[codec.Payload]) -> None:
         while not self.has_ended and len(self._given) >= 2:
             self._changed.wait()
-        self._send_new("give", len(values), joined(values))
+        self._send_new("give", as_group(values))
 
     def _send_new(self, *given: Any) -> None:
         if not self.has_ended:
             self._given.append(given)
             self._send(given)
 
-    def _send(self, given: tuple[str, int, Sequence[Any]]) -> None:
-        what, count, parts = given
-        reply = Reply(lambda: self._was_read(given))
-        self._conversation.exchange(what, reply, parts, number=self._number, count=count)
+    def _send(self, given: tuple[str, codec.Payload | None]) -> None:
+        what, values = given
+        self._conversation.exchange(what, Reply(lambda: self._was_read(given)), values, self._number)
 
-    def _was_read(self, given: tuple[str, int, Sequence[Any]]) -> None:
+    def _was_read(self, given: tuple[str, codec.Payload | None]) -> None:
         """A reply: the call has read these values, or it has ended. Runs on the thread that reads."""
         with self._changed:
             if self._given and self._given[0] is given:

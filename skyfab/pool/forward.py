@@ -12,8 +12,8 @@ from skyfab._util.scripts import given, read
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, SkyfabError, UsageError
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.session.backoff import Backoff
 from skyfab.session.bootstrap import open_shell
+from skyfab.session.timing import Backoff
 from skyfab.ssh import transport_for
 from skyfab.ssh.logins import retry
 from skyfab.ssh.tunnel import LOOPBACK, PROHIBITED, Tunnel, not_available
@@ -197,8 +197,6 @@ def _is_this_machine(host: Host) -> bool:
 
 def _local_port(wanted: int, local: int | None, *, taken: int) -> int:
     """A port of this machine that is free: `local`, or else `wanted` if possible; not `taken`. Raises UsageError."""
-    if local is not None and not 0 <= local < 65536:
-        raise UsageError(f"local={local} is not a port", hint="a number from 1 to 65535, or 0 for any free one")
     if local == taken and local:
         raise UsageError(f"port {local} of this machine would forward to itself", hint="local=0 uses a free one")
     for number in ([0] if wanted == taken else [wanted, 0]) if local is None else [local]:

@@ -6,13 +6,12 @@ import copyreg
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 
 from skyfab._util.signals import without_signals
-from skyfab._util.suggest import nearest
 from skyfab.calls.call import Call
 from skyfab.calls.pack import PackedCall, collect, pack_function
 from skyfab.calls.stream import Offered, found_in_call
@@ -20,12 +19,13 @@ from skyfab.context import in_a_rank
 from skyfab.errors import ActorLost, SkyfabError, UsageError
 from skyfab.host.agent.actors import Methods, RemoteHandle
 from skyfab.host.agent.outcomes import said
-from skyfab.pool.actor import INVOKE, Actor, Common, Limits, pack_named
+from skyfab.pool.actor import INVOKE, Actor, Limits, pack_named
 from skyfab.pool.futures import CallFuture
 from skyfab.pool.gpus import Gpus
 from skyfab.pool.node import Node, WorkerSpec
 from skyfab.pool.streams import RemoteIterator, exchange
 from skyfab.protocol import codec, messages
+from skyfab.protocol.batches import as_group, of_group
 from skyfab.session.replies import Reply
 from skyfab.ui.events import Events
 
@@ -121,16 +121,9 @@ class Actors:
         self, gpus: Gpus, plugins: tuple[Any, ...], events: Events, sync: Callable[[], object], *, untrusted: bool
     ) -> None:
         """`gpus` chooses their hosts. `sync` sends these the project's files."""
-        self._actors: dict[str, Actor] = {}
-        self._common = Common(
-            plugins=plugins,
-            events=events,
-            untrusted=untrusted,
-            check=self.check,
-            gpus=gpus,
-            actors=self._actors,
-            sync=sync,
-        )
+        self.open: dict[str, Actor] = {}
+        """Those that are not closed, by the name of their worker."""
+        self.gpus, self.plugins, self.events, self.sync, self.untrusted = gpus, plugins, events, sync, untrusted
         self._served: set[tuple[object, str, int]] = set()
         """Processes that have handles."""
         self._offered: weakref.WeakValueDictionary[str, Offered] = weakref.WeakValueDictionary()
@@ -138,36 +131,33 @@ class Actors:
     def make(self, made: Call[Any], nodes: Sequence[Node], limits: Limits) -> Handle:
         """Starts an actor on one of the nodes, and waits until `made` has made its object. Raises what that raises."""
         limits.check()
-        kind, _, options = made.args
+        kind = made.args[0]
         if not callable(kind):
-            model = type(kind).__name__ if type(kind).__module__ != "builtins" else "Model"
-            hint = f"pass the class and its arguments: compute.actor({model}, …)"
-            raise TypeError(f"not a class: {kind!r:.80}; {hint}")
+            raise TypeError(f"not a class: {kind!r:.80}; pass the class and its arguments: compute.actor(Model, …)")
         label = getattr(kind, "__qualname__", repr(kind)).replace("<locals>.", "")
-        _check_options(kind, label, options)
         worker = f"actor.{next(_NUMBERS)}"
 
         def place() -> tuple[Node, WorkerSpec]:
-            slot = self._common.gpus.reserve(worker, nodes, limits.gpus, f"the actor {label}")
+            slot = self.gpus.reserve(worker, nodes, limits.gpus, f"the actor {label}")
             return slot.node, replace(slot.spec, pipelined=True, threads=limits.concurrency)
 
         arguments, found = pack_named(made, label, kind, "__init__")
         self.check(found)
-        function = pack_function(made.function, self._common.plugins)
+        function = pack_function(made.function, self.plugins)
         packed = PackedCall(function=function, arguments=arguments, label=label, found=found)
-        self._common.sync()
-        actor = Actor(worker, kind, packed, place, limits, self._common)
-        self._actors[worker] = actor
+        self.sync()
+        actor = Actor(worker, kind, packed, place, limits, self)
+        self.open[worker] = actor
         actor.start()
         return Handle(actor)
 
     def check(self, found: Sequence[Any]) -> None:
         """Raises UsageError for handles of actors of other pools, and for objects that untrusted hosts would call."""
         for one in found:
-            if isinstance(one, (Offered, RemoteHandle)) and self._common.untrusted:
+            if isinstance(one, (Offered, RemoteHandle)) and self.untrusted:
                 raise UsageError('hosts cannot use objects of this program with results="data"')
             actor = one._actor if isinstance(one, Handle) else None  # noqa: SLF001 - a class of this module
-            if actor is not None and actor.common is not self._common:
+            if actor is not None and actor.actors is not self:
                 raise UsageError(f"{one!r} belongs to another pool", hint="pass it to functions of its own pool")
 
     def on_found(self, node: Node, worker: str, generation: int, found: Sequence[Any]) -> None:
@@ -185,29 +175,15 @@ class Actors:
 
     def find(self, worker: str) -> Actor | Offered:
         """What a handle that a host has calls: an actor, or an object of this program. Raises ActorLost."""
-        found = self._offered.get(worker) or self._actors.get(worker)
+        found = self._offered.get(worker) or self.open.get(worker)
         if found is None:
             raise ActorLost("the actor is lost: this program has ended it, or its pool")
         return found
 
     def close(self) -> None:
         """The pool closes: its actors can no longer be called."""
-        for actor in list(self._actors.values()):
+        for actor in list(self.open.values()):
             actor.close()
-
-
-def _check_options(kind: Any, label: str, options: Mapping[str, Any]) -> None:
-    """Raises UsageError for an option that the class does not have, and that is close to one of ours."""
-    import inspect  # slow to import
-
-    try:
-        known = inspect.signature(kind).parameters
-    except (TypeError, ValueError):  # a built-in class has none
-        return
-    unknown = set() if any(one.kind is one.VAR_KEYWORD for one in known.values()) else options.keys() - known
-    for name in unknown:
-        if near := nearest(name, ("on", "gpus", "concurrency", "restarts")):
-            raise UsageError(f"neither actor() nor {label} has an option {name}=", hint=f"did you mean {near}=?")
 
 
 class _Server:
@@ -228,7 +204,7 @@ class _Server:
         """On the thread that reads, which must not wait."""
         with suppress(SkyfabError):
             message, buffers = asked.found
-            if isinstance(message, messages.Yielded) and message.count:
+            if isinstance(message, messages.Yielded) and buffers:
                 threading.Thread(target=self._serve, args=(buffers,), daemon=True).start()
                 self.ask()
                 return
@@ -237,7 +213,8 @@ class _Server:
 
     def _serve(self, buffers: list[memoryview]) -> None:
         """On a thread of its own."""
-        load = codec.loader(buffers[0], buffers[1:])
+        ((data, *more),) = of_group(buffers)
+        load = codec.loader(data, more)
         number = load()
         try:
             worker, method, about = load()
@@ -249,8 +226,7 @@ class _Server:
                 payload = _pickled(("raised", error))
             except BaseException:
                 payload = codec.dumps(("raised", RuntimeError(f"{type(error).__qualname__}: {said(error)}")))
-        parts = [payload.data, *payload.buffers]
-        exchange(self._session, self._worker, 0, "give", Reply(), parts, number=number, count=1)
+        exchange(self._session, self._worker, 0, "give", Reply(), as_group([payload]), number)
 
     def _call(self, number: int, worker: str, method: str, args: Any, kwargs: Any) -> tuple[str, Any]:
         actor, call = self._actors.find(worker), INVOKE(method, *args, **kwargs)

@@ -16,7 +16,6 @@ from typing import Any, Final
 from urllib.parse import quote, unquote, urlsplit
 
 from skyfab._util import schema
-from skyfab._util.suggest import did_you_mean
 from skyfab.errors import SkyfabError, UsageError
 from skyfab.files.entries import is_inner
 
@@ -94,9 +93,7 @@ def find(source: str, page: Page) -> Found:
     url = parts._replace(fragment="").geturl()
     if not _HEX64.fullmatch(digest):
         what = f"{digest!r} is not a sha256 (64 hexadecimal digits)" if digest else "expected the sha256 of the file"
-        page_of = re.fullmatch(rf"{re.escape(endpoint())}/((datasets/)?{_NAME}/{_NAME})/?", url)
-        hint = f"did you mean hf://{page_of[1]}?" if page_of else f"write {url.partition('#')[0]}#sha256=HEX"
-        raise UsageError(f"{url}: {what}", hint=hint)
+        raise UsageError(f"{url}: {what}", hint=f"write {url}#sha256=HEX, or for a model of the hub hf://ORG/MODEL")
     if not _is_path(path):
         raise UsageError(f"{url} does not end with a file name")
     status, why, size, _ = page(url, "", 0)
@@ -118,7 +115,7 @@ def own_token() -> str:
     found = os.environ.get("HF_TOKEN", "").strip()
     if not found and path.is_file():
         found = path.read_text(errors="replace").strip()
-    if not re.fullmatch(r"[!-~]*", found):
+    if not re.fullmatch(r"[!-~]*", found):  # an error of `urllib` would show it
         raise UsageError("invalid Hugging Face token: expected only letters, digits and punctuation")
     return found
 
@@ -164,7 +161,7 @@ class _Repository:
         if status in (401, 403) and token:  # a host may ask instead of this machine, and needs no token for others
             status, why, _, body = page(url, token, _LIST)
         if status != 200:
-            raise self._error(status, why, token, page)
+            raise self._error(status, why, token)
         try:
             return self._parse(json.loads(body), token)
         except (ValueError, RecursionError) as error:
@@ -193,7 +190,7 @@ class _Repository:
             token="" if is_open else token,
         )
 
-    def _error(self, status: int, why: str, token: str, page: Page) -> SkyfabError:
+    def _error(self, status: int, why: str, token: str) -> SkyfabError:
         if status == 0:
             return _no_response(endpoint(), why)
         if why == "RevisionNotFound":
@@ -202,23 +199,8 @@ class _Repository:
             return denied(self.shown, status, token)
         if status not in (401, 403, 404):
             return SkyfabError(f"{endpoint()}: HTTP {status} for the file list of {self.shown}")
-        hint = did_you_mean(self.name, self._similar(page))
-        hint = hint or ("if it is private, your token has no access" if token else "if it is private, set HF_TOKEN")
+        hint = "if it is private, your token has no access" if token else "if it is private, set HF_TOKEN"
         return UsageError(f"the hub has no {self.kind[:-1]} {self.name}", hint=hint)
-
-    def _similar(self, page: Page) -> list[str]:
-        """The names of the same owner's models or data sets."""
-        owner = self.name.partition("/")[0]
-        status, _, _, body = page(f"{endpoint()}/api/{self.kind}?author={owner}&limit=1000", "", _LIST)
-        try:
-            return [one.id for one in schema.parse(list[_Named], json.loads(body))] if status == 200 else []
-        except (ValueError, RecursionError):
-            return []
-
-
-@dataclass(frozen=True)
-class _Named:
-    id: str
 
 
 @dataclass(frozen=True)

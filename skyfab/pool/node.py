@@ -76,27 +76,6 @@ class Caller(Protocol):
         """There will be no reply."""
 
 
-class Reader(Protocol):
-    """Exchanges something with a call while it runs."""
-
-    def begin(self, node: Node, worker: str, stream: int) -> None:
-        """The call was sent; possibly again, to another worker, because it had not begun."""
-
-    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        """Values that the generator has yielded, before the reply."""
-
-
-class Member(Protocol):
-    """The member of a gang that has a worker."""
-
-    @property
-    def shown_rank(self) -> int | None:
-        """Its rank, if the worker has one."""
-
-    def exited(self) -> None:
-        """The worker's process has exited."""
-
-
 class Owner:
     """The owner of nodes: has the subscribers of their events, and is notified if one is lost. A pool extends it."""
 
@@ -137,8 +116,8 @@ class Node(ShownAsTable):
         self.store = HostStore(host.name)
         """What the host has been sent: large arguments and the project's files."""
         self._connection: Any = None
-        self.members: Mapping[str, Member] = {}
-        """The workers that belong to a gang, or did until just now, and the members that they are."""
+        self.members: Mapping[str, Any] = {}
+        """The workers that belong to a gang, or did until just now, and the members (gang.py) that they are."""
         self.on_found: Callable[[Node, str, int, Sequence[Any]], None] = lambda *_: None
         """Called with the worker and its generation when streams or actors are sent to it, in a call's arguments."""
         self.on_exited: Callable[[str], None] = lambda worker: None
@@ -274,9 +253,9 @@ class Node(ShownAsTable):
         caller: Caller,
         store: Literal["repeated", "all", "none"] = "repeated",
         each: bool = False,
-        reader: Reader | None = None,
+        begin: Callable[[Node, str, int], object] | None = None,
     ) -> int:
-        """Runs a function in a worker; with `each`, once for every item. `reader` exchanges something with it.
+        """Runs a function in a worker; with `each`, once for every item. `begin` is called when it was sent, and where.
 
         Large buffers of the arguments are put in the host's store if they are repeated or, for other workers to use
         them too, if `store` is "all". The call is sent once the blobs that it refers to are there; with "none", at
@@ -295,12 +274,10 @@ class Node(ShownAsTable):
                     generation = self._worker(worker, spec)
                     self._send_function(function, names)
                     parts, inline = parts_of(arguments, names)
-                    about: dict[str, Any] = {"answer": answered, "failure": caller.failed, "worker": worker}
-                    if reader is not None:
-                        about["partial"] = reader.yielded
-                    stream = self.session.send(_head(worker, call, parts, each=each), inline, **about)
-                    if reader is not None:
-                        reader.begin(self, worker, stream)
+                    head = _head(worker, call, parts, each=each)
+                    stream = self.session.send(head, inline, answer=answered, failure=caller.failed, worker=worker)
+                    if begin is not None:
+                        begin(self, worker, stream)
                     caller.sent(stream)
                     if call.found:
                         self.on_found(self, worker, generation, call.found)

@@ -10,8 +10,8 @@ from typing import Final
 
 from skyfab.errors import HostLost, SkyfabError
 from skyfab.pool.node import Node
-from skyfab.session.backoff import Backoff
 from skyfab.session.session import Session
+from skyfab.session.timing import Backoff
 from skyfab.ui.events import Events, HostState, Notice
 
 PAUSE: Final = 1.0

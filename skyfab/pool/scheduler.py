@@ -283,7 +283,8 @@ class Scheduler:
         task.future.node = slot.node
         task.ended = self._started(task.call.label, slot.node.name)
         try:
-            slot.node.call(slot.worker, slot.spec, task.call, caller=task, each=task.each, reader=task.conversation)
+            begin = None if task.conversation is None else task.conversation.begin
+            slot.node.call(slot.worker, slot.spec, task.call, caller=task, each=task.each, begin=begin)
         except SkyfabError as error:
             self.failed(task, error)
 

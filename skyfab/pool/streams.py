@@ -25,8 +25,9 @@ from skyfab.calls.stream import Values
 from skyfab.errors import CallCancelled, ProtocolError, SkyfabError, UsageError
 from skyfab.pool.futures import CallFuture, refuse_to_block
 from skyfab.pool.node import Node
-from skyfab.protocol import messages
-from skyfab.protocol.batches import separated
+from skyfab.protocol import codec, messages
+from skyfab.protocol.batches import of_group
+from skyfab.protocol.frames import Buffer
 from skyfab.session.replies import Reply
 from skyfab.session.session import Session
 
@@ -58,14 +59,10 @@ class Conversation:
         self._lock = threading.RLock()
         self._reading = threading.RLock()
         """Held while a value is waited for: several threads may read."""
-        self._left = 0
-        """How many of the values that the call itself asks for have not arrived."""
-        self._early: deque[tuple[messages.Message, list[memoryview]]] = deque()
-        """Messages with those that have arrived."""
+        self._most = min(2, call.ahead) if call.yields else 0
+        """Requests that are in progress before a value is needed."""
         self._asked: deque[Reply] = deque()
-        """Later requests for values, the oldest first."""
-        self._is_read = False
-        """Whether a value was used."""
+        """Requests for values, the oldest first."""
         self._has_more = True
         """Whether the generator may have further values."""
         self._values: deque[tuple[bool, list[memoryview]]] = deque()
@@ -96,12 +93,13 @@ class Conversation:
         """The call was sent; possibly again, to another worker, because it had not begun."""
         with SIGNAL_GUARD, self._lock:
             self._node, self._worker, self._stream = node, worker, stream
-            self._left = self._call.batch
             self._asked.clear()
+            self._has_more = True  # an earlier worker may have said that there is none
             for call in self.on_begin:
                 call()
             if self._is_closed:
                 self._send_close()
+            self._ask_ahead()
             if self._ready:
                 self._ask_now()
 
@@ -116,31 +114,17 @@ class Conversation:
     def _error(self) -> BaseException | None:
         return CallCancelled("the call was cancelled") if self.future.cancelled() else self.future.exception()
 
-    def yielded(self, message: messages.Message, buffers: list[memoryview]) -> None:
-        """Values have arrived that the call itself asks for; without any, the next one is large."""
-        with SIGNAL_GUARD:
-            with self._lock:
-                count = max(0, getattr(message, "count", 0))
-                self._left = max(0, self._left - count) if count else 0
-                if count:
-                    self._early.append((message, buffers))
-                elif self._ready:
-                    self._ask_now()
-            self._notify()
-
-    def exchange(self, what: str, caller: Reply, parts: Sequence[Any] = (), **about: int) -> None:
+    def exchange(self, what: str, caller: Reply, given: codec.Payload | None = None, number: int = 0) -> None:
         assert self._node is not None
-        exchange(self._node.session, self._worker, self._stream, what, caller, parts, **about)
+        exchange(self._node.session, self._worker, self._stream, what, caller, given, number)
 
     # ---- waiting
 
     @property
     def is_ready(self) -> bool:
         """Whether there is a value, or an end."""
-        if self._values or self._early:
-            return True
         asked = self._asked
-        return asked[0].is_there if asked and not self._left else self.has_ended
+        return bool(self._values) or (asked[0].is_there if asked else self.has_ended)
 
     def when_ready(self, call: Callable[[], object]) -> None:
         """Calls `call` once `is_ready`."""
@@ -198,9 +182,7 @@ class Conversation:
         with self._lock:
             if self._values:
                 return
-            if self._early:
-                self._take(*self._early.popleft())
-            elif self._asked and not self._left:
+            if self._asked:
                 try:
                     found = self._asked.popleft().found
                 except SkyfabError:  # the host is lost: that is how the call ends
@@ -215,27 +197,24 @@ class Conversation:
 
     def _take(self, message: messages.Message, buffers: list[memoryview]) -> bool:
         """Takes the values of a reply. Returns whether there are any."""
-        if not isinstance(message, messages.Yielded):
+        if not isinstance(message, messages.Yielded) or not buffers:
             return False
-        values = separated(message, buffers)
+        values = of_group(buffers)
         if len(values) > max(1, self._call.batch):
             raise ProtocolError("more values than it was asked for", host=self.host)
         self._values.extend((message.plain, value) for value in values)
         return bool(values)
 
     def _ask_ahead(self) -> None:
-        """Asks for more values before they are needed; not before the first one is used, so that it is used sooner."""
-        most = min(2 if self._is_read else 1, self._call.ahead) - bool(self._left)
-        self._is_read = True
-        if len(self._asked) < most:
+        """Asks for more values before they are needed."""
+        if len(self._asked) < self._most:
             with self._lock:
-                while self._has_more and len(self._asked) < most and not (self._is_closed or self.has_ended):
+                while self._has_more and len(self._asked) < self._most and not (self._is_closed or self.has_ended):
                     self._ask()
 
     def _ask_now(self) -> None:
         """Asks for values if none are there and none have been asked for."""
-        asked = self._values or self._early or self._left or self._asked
-        if self._has_more and not (asked or self._node is None or self.has_ended):
+        if self._has_more and not (self._values or self._asked or self._node is None or self.has_ended):
             self._ask()
 
     def _ask(self) -> None:
@@ -297,10 +276,17 @@ class Conversation:
 
 
 def exchange(
-    session: Session, worker: str, call: int, what: str, caller: Reply, parts: Sequence[Any] = (), **about: int
+    session: Session,
+    worker: str,
+    call: int,
+    what: str,
+    caller: Reply,
+    given: codec.Payload | None = None,
+    number: int = 0,
 ) -> None:
     """Sends an exchange to a call, or to its process (0). If the host is lost, `caller` fails immediately."""
-    message = messages.Exchange(worker=worker, call=call, what=what, parts=tuple(map(len, parts)), **about)
+    parts: Sequence[Buffer] = () if given is None else (given.data, *given.buffers)
+    message = messages.Exchange(worker=worker, call=call, what=what, parts=tuple(map(len, parts)), number=number)
     try:
         caller.sent(session.send(message, parts, answer=caller.answered, failure=caller.failed, worker=worker))
     except SkyfabError as error:

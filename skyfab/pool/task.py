@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Any, Final
 
 from skyfab.calls.pack import PackedCall, PackedFunction
 from skyfab.pool.feeds import converse
@@ -18,20 +18,11 @@ _SMALL: Final = 64 * 1024
 """Calls with larger arguments (bytes) are not prefetched."""
 
 
-class Owner(Protocol):
-    """The scheduler of a task."""
-
-    def cancel(self, task: Task) -> None: ...
-    def sent(self, task: Task, stream: int) -> None: ...
-    def answered(self, task: Task, message: messages.Message, buffers: list[memoryview]) -> None: ...
-    def failed(self, task: Task, error: Exception) -> None: ...
-
-
 class Task:
     """One solo call, and its future. It is the `Caller` of its node."""
 
-    _scheduler: Owner
-    """Set when it is added."""
+    _scheduler: Any
+    """The `Scheduler`, from `enter` on."""
 
     def __init__(self, call: PackedCall, *, on: Node | None = None) -> None:
         self.call = call
@@ -56,7 +47,7 @@ class Task:
         """Node, worker and rank (None) where it runs; empty if it is on no slot."""
         return [] if self.slot is None else [(self.slot.node, self.slot.worker, None)]
 
-    def enter(self, scheduler: Owner, *, untrusted: bool) -> None:
+    def enter(self, scheduler: Any, *, untrusted: bool) -> None:
         self._scheduler = scheduler
         self.future.on_cancel = lambda: scheduler.cancel(self)
         if self.call.converses:

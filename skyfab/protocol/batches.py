@@ -1,4 +1,4 @@
-"""Several values in one message, each pickled by itself. Both sides use it.
+"""Groups: several values in one message, each pickled by itself. Both sides use them.
 
 Small values of a stream share a message, each large one has its own. A `map` sends items in groups.
 """
@@ -15,7 +15,6 @@ from skyfab.protocol.mux import SMALL
 TYPE_CHECKING = False  # see frames.py
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from typing import Any
 
 BYTES = 4 * 1024 * 1024 // 3
 """Most bytes in one message, unless one value has more. Two are in progress while the values of a third are used."""
@@ -35,9 +34,9 @@ class Batch:
         self._size = 0
         self.values: list[codec.Payload] = []
 
-    def make_room(self, value: codec.Payload, limit: int = BYTES) -> None:
-        """Sends what was collected, unless `value` fits into the same message, of `limit` bytes."""
-        if self.values and (is_large(value) or self._size + value.size > limit):
+    def make_room(self, value: codec.Payload) -> None:
+        """Sends what was collected, unless `value` fits into the same message."""
+        if self.values and (is_large(value) or self._size + value.size > BYTES):
             self.flush()
 
     def add(self, value: codec.Payload, *, now: bool) -> None:
@@ -56,19 +55,6 @@ class Batch:
 
 def is_large(value: codec.Payload) -> bool:
     return bool(value.buffers) or len(value.data) > SMALL
-
-
-def joined(values: list[codec.Payload]) -> list[Any]:
-    """The parts of a message with these values."""
-    return [part for value in values for part in (value.data, *value.buffers)]
-
-
-def separated(message: Any, buffers: list[memoryview]) -> list[list[memoryview]]:
-    """The values in a message, each as its buffers. Raises ProtocolError."""
-    values = [buffers] if message.count == 1 and buffers else [[buffer] for buffer in buffers]
-    if len(values) != message.count:
-        raise ProtocolError("invalid message with values")
-    return values
 
 
 def as_group(values: Sequence[codec.Payload]) -> codec.Payload:

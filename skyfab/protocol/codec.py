@@ -34,8 +34,6 @@ IN_BAND: Final = 4096
 BESIDE: Final = 4096
 """Out-of-band buffers of one pickle. Further ones go into the pickle: the parts of a message are limited."""
 _ATOMS: Final = frozenset({type(None), bool, int, float, str})
-_MOST_PACKED: Final = 1000
-"""Packed objects that one pickle may refer to: each is a part of the message, and a memory mapping on the receiver."""
 _ALIGNED: Final = 64
 _NO_REFS: Final[Mapping[int, str]] = types.MappingProxyType({})
 
@@ -297,10 +295,6 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]  # cloudpickle has no
         return found
 
     def _referred(self, packed: Packed) -> pickle.PickleBuffer:
-        if len(self._packed) >= _MOST_PACKED:
-            raise pickle.PicklingError(
-                f"more than {_MOST_PACKED} references in one call: pass lists of objects to compute.put instead"
-            )
         # Not of the view: Python 3.11 crashes when views of views are part of cyclic garbage.
         buffer = pickle.PickleBuffer(packed.memory.obj)
         self._packed[buffer] = packed.name

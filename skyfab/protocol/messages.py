@@ -198,7 +198,7 @@ class Call(Message):
     streams: bool = False
     """The client and the running call exchange values: see Exchange."""
     ask: int = 0
-    """How many values of its generator are asked for with the call: Yielded, before the reply. Only small ones."""
+    """How many values of its generator one exchange asks for, at most."""
     same_gpus: bool = False
     """The client is on the same machine, and waits for the result: that may refer to memory of a GPU."""
 
@@ -214,9 +214,8 @@ class Exchange(Message):
     the exception that ended it, if any. `close`: end the generator, also if it waits or computes."""
     number: int = 0
     """Which argument it is about."""
-    count: int = 0
-    """How many values are given."""
     parts: Sequence[Part] = ()
+    """The values that are given, as a group (protocol/batches.py)."""
 
 
 class Function(Message):
@@ -357,9 +356,7 @@ class Yielded(Message):
     """Values that a generator has yielded; of an exchange that is about something else, only that it is done."""
 
     parts: Sequence[Part] = ()
-    """One value: its pickle and its buffers. Several: a pickle each."""
-    count: int = 0
-    """How many values they are; 0: there are no more."""
+    """The values, as a group; none if there are no more."""
     plain: bool = False
     """The values are encoded as plain data instead."""
 

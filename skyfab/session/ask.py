@@ -18,12 +18,12 @@ from skyfab.errors import HostLost, SkyfabError, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.inventory.ssh_config import known_settings
-from skyfab.session.backoff import Backoff
 from skyfab.session.bootstrap import Bootstrap, log_in
 from skyfab.session.bundle import bundle
 from skyfab.session.fanout import PATIENCE, Raised, for_each_host
 from skyfab.session.question import Question, QuestionStream
 from skyfab.session.shell import Shell
+from skyfab.session.timing import Backoff
 from skyfab.ssh import CONNECT_TIMEOUT, transport_for
 from skyfab.ssh.base import Stream, Transport
 from skyfab.ssh.logins import retry

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.errors import CallCancelled, HostLost, SkyfabError
@@ -19,7 +19,7 @@ from skyfab.protocol.frames import Buffer
 from skyfab.protocol.messages import AgentHello, ClientHello, Message
 from skyfab.protocol.pipes import Lender
 from skyfab.session.reader import Action, SharedReader, run
-from skyfab.session.reconnect import Joiner, Link, Reconnector, as_lost, close, close_later
+from skyfab.session.reconnect import Link, Reconnector, as_lost, close, close_later
 from skyfab.session.replies import Answer, Failure, Listener, PendingRequest, Replies
 from skyfab.session.state import LEAVING, NEXT, State
 from skyfab.session.timing import EXIT, Timing
@@ -36,9 +36,10 @@ class Connection:
         host: Host,
         listener: Listener,
         reader: SharedReader,
-        joiner: Joiner,
+        joiner: Any,
         timing: Timing,
     ) -> None:
+        """`joiner` opens further streams to the same agent: the `Session`."""
         self.host = host.name
         self.listener = listener
         self.joiner = joiner
@@ -193,11 +194,10 @@ class Connection:
         *,
         answer: Answer | None = None,
         failure: Failure | None = None,
-        partial: Answer | None = None,
         worker: str | None = None,
         urgent: bool = False,
     ) -> int:
-        """Sends a message. `answer` or `failure` is called once, on the reading thread; `partial` before, with values.
+        """Sends a message. `answer` or `failure` is called once, on the reading thread.
 
         With `worker`, that worker's output so far is shown before the reply. Returns the stream number. Raises HostLost
         if the host is lost.
@@ -218,7 +218,7 @@ class Connection:
                 if not drained:
                     self._watch_sink()
             if answer is not None:  # now that nothing more raises an error, which would be reported twice
-                self.replies.pending[number] = PendingRequest(answer, failure or _ignore, worker, partial)
+                self.replies.pending[number] = PendingRequest(answer, failure or _ignore, worker)
         return number
 
     def wait(self, done: Callable[[], bool], timeout: float | None = None) -> bool:

@@ -11,12 +11,10 @@ import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, Protocol
+from typing import Any, Final
 
 from skyfab.errors import HostLost, HostUnfit, SkyfabError
-from skyfab.session.backoff import Backoff
-from skyfab.session.replies import Listener, Replies
-from skyfab.session.timing import Timing
+from skyfab.session.timing import Backoff, Timing
 from skyfab.ssh.base import AgentGone, Stream, Transport
 from skyfab.ui.prompt import TERMINAL
 
@@ -34,44 +32,13 @@ def backoff() -> Backoff:
     return Backoff(0.1, 0.7, jitter=0.3)
 
 
-class Joiner(Protocol):
-    """Opens streams to one agent."""
-
-    def transport(self) -> Transport:
-        """Returns a new transport to the agent's host."""
-
-    def rejoin(self, transport: Transport, deadline: float, stopped: Callable[[], bool]) -> Stream:
-        """Opens another stream to the same agent; `stopped` cancels that. Raises a HostError."""
-
-
-class Suspect(Protocol):
-    """A connection whose agent may be lost."""
-
-    lock: threading.Lock
-    replies: Replies
-    listener: Listener
-    joiner: Joiner
-    host: str
-    timing: Timing
-    stream: Stream | None
-
-    @property
-    def is_suspect(self) -> bool: ...
-
-    def resume(self) -> None:
-        """Marks the connection as open again. Called with the lock held."""
-
-    def wake(self) -> None:
-        """Makes the connection check `candidate` and `lost_error`."""
-
-
 class Reconnector:
     """Serves one connection from when it becomes suspect until it is open, lost or closed."""
 
-    def __init__(self, connection: Suspect, reason: str, since: float) -> None:
-        """Called with the connection's lock held. With an empty `reason`, the broken stream gives the reason."""
+    def __init__(self, connection: Any, reason: str, since: float) -> None:
+        """Called with the lock of the `Connection` held. With an empty `reason`, the broken stream gives the reason."""
         self._connection = connection
-        self._timing = connection.timing
+        self._timing: Timing = connection.timing
         self._reason = reason
         self.candidate: Link | None = None
         """A stream that the connection should switch to."""
@@ -179,7 +146,7 @@ class Reconnector:
     @property
     def _is_new(self) -> bool:
         """Whether the agent's hello has not been received yet on the current stream."""
-        return self._connection.replies.hellos == self._hellos
+        return bool(self._connection.replies.hellos == self._hellos)
 
     def _is_hopeful(self, now: float) -> bool:
         """Whether a new stream exists whose hello may arrive soon."""
@@ -235,7 +202,7 @@ class Reconnector:
 class _Attempt:
     """One attempt, on its own thread."""
 
-    def __init__(self, joiner: Joiner, news: threading.Event) -> None:
+    def __init__(self, joiner: Any, news: threading.Event) -> None:
         self.link: Link | None = None
         self.error: Exception | None = None
         self._joiner = joiner

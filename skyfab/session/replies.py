@@ -72,8 +72,6 @@ class PendingRequest:
     answer: Answer
     failure: Failure
     worker: str | None = None
-    partial: Answer | None = None
-    """Called with values that precede the reply."""
     message: Message | None = None
     assembly: Assembly | None = None
 
@@ -191,9 +189,7 @@ class Replies:
         message = messages.decode(head)
         if request is not None:
             parts = getattr(message, "parts", ())
-            if data is not None and request.partial is not None and isinstance(message, messages.Yielded):
-                self.after.append(functools.partial(request.partial, message, split(parts, data)))
-            elif data is not None:
+            if data is not None:
                 self._complete(stream, request, message, split(parts, data))
             else:
                 request.message = message

@@ -1,7 +1,8 @@
-"""The timeouts and intervals of a connection."""
+"""The timeouts and intervals of a connection, and the growing pauses between attempts."""
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -31,3 +32,18 @@ class Timing:
     def interval(self) -> float:
         """Time between two heartbeats; at most a quarter of the lease."""
         return min(self.heartbeat, self.lease / 4) if self.lease else self.heartbeat
+
+
+@dataclass(slots=True)
+class Backoff:
+    """Waits that grow from `first` to `longest`; each is randomly varied by the fraction `jitter`."""
+
+    first: float
+    longest: float
+    factor: float = 1.5
+    jitter: float = 0.0
+
+    def next(self) -> float:
+        """Returns the seconds to wait now; the next wait is longer."""
+        seconds, self.first = self.first, min(self.longest, self.first * self.factor)
+        return seconds * random.uniform(1 - self.jitter, 1 + self.jitter) if self.jitter else seconds

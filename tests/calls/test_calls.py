@@ -831,20 +831,7 @@ def test_a_call_is_a_value_that_has_not_run() -> None:
         sky.gather(1)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(
-    "use",
-    [
-        *(
-            lambda call: call + 1,
-            lambda call: 1 - call,
-            lambda call: -call,
-            lambda call: 2**call,
-            lambda call: round(call),
-        ),
-        *(lambda call: call < 1, lambda call: call < 1, lambda call: sorted([call, call]), lambda call: sum([call])),
-        *(len, float, int, abs, lambda call: call[0], lambda call: 3 in call),
-    ],
-)
+@pytest.mark.parametrize("use", [bool, list, lambda call: 1 if call else 2, lambda call: sum(call)])
 def test_a_call_in_place_of_its_result_says_how_to_run_it(use: Callable[[Any], object]) -> None:
     with pytest.raises(TypeError, match=r"^add\(…\) has not run: write add\(…\) >> compute$"):
         use(add(1))
@@ -859,17 +846,6 @@ def test_a_call_is_equal_to_itself_only_and_can_be_copied_and_pickled() -> None:
     assert group.calls == (call, call, call)
 
 
-@pytest.mark.parametrize("run", [operator.rshift, operator.matmul, operator.gt, operator.and_])
-def test_a_pool_on_the_left_of_an_operator(run: Callable[[Any, Any], object]) -> None:
-    pool = sky.Compute("local", ui="none")
-    with pytest.raises(sky.UsageError, match=r"the pool is on the left of add\(…\): write add\(…\) >> compute"):
-        run(pool, add(1))
-    with pytest.raises(sky.UsageError, match="the pool is on the left of the calls: write calls >> compute"):
-        run(pool, add(1) & add(2))
-    with pytest.raises(sky.UsageError, match="3 is a value, not a call"):
-        run(pool, 3)
-
-
 def test_only_calls_can_be_run(pool: sky.Compute) -> None:
     for wrong, words in (
         (add, r"add is a function, not a call: write add\(…\)"),
@@ -881,13 +857,6 @@ def test_only_calls_can_be_run(pool: sky.Compute) -> None:
         for send in (pool.run, pool.submit, pool.broadcast):
             with pytest.raises(sky.UsageError, match=words):
                 send(wrong)  # type: ignore[operator]
-
-
-def test_a_result_that_an_operator_cannot_return(pool: sky.Compute) -> None:
-    call = sky.function(lambda: NotImplemented)()
-    with pytest.raises(sky.UsageError, match=r"(?s)ran and returned NotImplemented.*compute.run\(call\)"):
-        call >> pool
-    assert pool.run(call) is NotImplemented
 
 
 def test_a_pool_that_is_not_open_says_so() -> None:

@@ -16,7 +16,7 @@ from stage.projects import skyfab
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab.host.command import how_it_ended
+from skyfab.host.agent.host_info import how_it_ended
 from skyfab.lab import Lab
 
 pytestmark = pytest.mark.programs
@@ -83,7 +83,7 @@ def test_a_module_of_the_hosts_own_python_runs(project: Path, lab: Lab) -> None:
         (["-m"], 2, "error: not the name of a module: \nhint: skyfab run -m package.module\n"),
         (["--"], 2, "error: no command to run\nhint: put it after --: skyfab run -- COMMAND\n"),
         (["--", "sh", "-c", "exit 3"], 1, "sh ended with exit code 3"),
-        (["--", "sh", "-c", "kill -9 $$"], 1, "sh was ended by SIGKILL"),
+        (["--", "sh", "-c", "kill -9 $$"], 1, "sh was killed by SIGKILL"),
         (["--", "no-such-program", "x"], 1, "error: local[0]: command not found: no-such-program"),
         (["--", "/etc/passwd"], 1, "cannot start /etc/passwd: [Errno 13] Permission denied"),
         (["--", "true"], 0, ""),
@@ -255,5 +255,5 @@ def test_a_command_must_be_a_list_of_words(words: object) -> None:
 
 
 def test_how_programs_end() -> None:
-    assert how_it_ended(-64) == "was ended by SIGRTMAX"
-    assert how_it_ended(-99) == "was ended by signal 99"
+    assert how_it_ended(-64) == "was killed by SIGRTMAX"
+    assert how_it_ended(-99) == "was killed by signal 99"

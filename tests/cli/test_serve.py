@@ -100,7 +100,7 @@ def test_a_server_of_two_ranks_is_here_and_restarts_when_a_rank_is_killed(folder
         command.send_signal(signal.SIGINT)
         _, said = command.communicate(timeout=60)
         assert command.returncode == 130
-        assert "pages: restarting: rank 1: python3 was ended by SIGKILL; restart 1 of 3\n" in said
+        assert "pages: restarting: rank 1: python3 was killed by SIGKILL; restart 1 of 3\n" in said
         again = "to forward its port: skyfab forward 8123 --host=node1; to stop it: skyfab stop pages"
         assert f"interrupted: pages continues on node1, node2; {again}\n" in said
     assert phase(folder, namespaces, "pages") == "ready"  # without this program

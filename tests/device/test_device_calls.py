@@ -288,9 +288,8 @@ def test_a_result_stays_on_the_host_that_is_named(remote_pool: sky.Compute, devi
     assert remote_pool.submit(make(1), keep=True, on="head").result(170).device == device
     made = remote_pool.submit(make(3), keep=True, on=second).result(170)
     assert (made.device, made.tolist()) == (other, [3, 3])
-    with pytest.raises(sky.UsageError, match="broadcast") as caught:
+    with pytest.raises(sky.UsageError, match="for a call on one worker"):
         remote_pool.submit(make(1), keep=True, on="all")
-    assert "for host in compute.hosts" in str(caught.value.hint)
 
 
 def test_a_device_is_opened_where_there_is_none(own_pool: sky.Compute) -> None:

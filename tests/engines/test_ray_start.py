@@ -77,13 +77,6 @@ def test_only_a_ray_outside_of_containers_is_in_the_way(ray_that: Callable[..., 
         container.kill()
 
 
-def test_a_port_that_is_taken_meanwhile_is_chosen_again(ray_that: Callable[..., sky.Compute]) -> None:
-    with ray_that("Failed to bind to 127.0.0.1:1 because it's already occupied.", good=3).ray() as address:
-        name, *ports = address.split("/")
-    assert name == "address"
-    assert len(set(ports)) == 3
-
-
 def test_without_any_host_it_is_lost(ray_that: Callable[..., sky.Compute]) -> None:
     pool = ray_that("", good=1)
     pool.hosts[0].lost = sky.HostLost("gone", host="here1")
@@ -123,7 +116,7 @@ def test_ctrl_c_while_it_starts_ends_it(ray_that: Callable[..., sky.Compute], tm
         assert address.startswith("address/")
 
 
-@pytest.mark.parametrize(("said", "good"), [("no space left", 2), ("it's already occupied", 9)])
+@pytest.mark.parametrize(("said", "good"), [("no space left", 2)])
 def test_an_error_has_what_ray_said(ray_that: Callable[..., sky.Compute], said: str, good: int) -> None:
     pool = ray_that(said, good=good)
     with pytest.raises(sky.HostUnfit, match=f"`ray start` ended with code 1: {said}") as raised, pool.ray():

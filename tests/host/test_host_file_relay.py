@@ -16,8 +16,7 @@ from skyfab.files.draft import part_of
 from skyfab.files.entries import Entry
 from skyfab.files.target import Target
 from skyfab.host import relay
-from skyfab.host.file_relay import FileRelay
-from skyfab.host.relay import BROKEN, DAMAGED, chunks_of, hash_of
+from skyfab.host.relay import BROKEN, DAMAGED, FileRelay, chunks_of, hash_of
 
 MIB = 1 << 20
 TIME = 1_600_000_000_000_000_000

@@ -21,7 +21,7 @@ import skyfab as sky
 from skyfab.host.rank_channel import Channel, Head
 from skyfab.host.sweep import Driver, TrialList, sweep
 from skyfab.host.trial import REPORT, reported
-from skyfab.pool.gang import rank_env
+from skyfab.pool.broadcast import rank_env
 
 
 def test_a_report_has_the_last_value_of_each_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -87,7 +87,7 @@ def test_the_result_is_that_of_each_rank_in_order() -> None:
 def test_arguments_are_kept_on_hosts_where_several_ranks_need_them(ranks: int, store: str) -> None:
     stage = Stage(ranks)
     stage.begin()
-    assert stage.nodes[0].options == [{"store": store, "reader": None}]
+    assert stage.nodes[0].options == [{"store": store, "begin": None}]
 
 
 def test_it_is_sent_when_every_rank_has_it() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 import skyfab as sky
 from skyfab.files.transfer import Ready
-from skyfab.pool.caches import Cache
+from skyfab.pool.fetch import Cache
 from skyfab.pool.hub import Found, HubFile
 
 LARGE = HubFile("large.bin", "a" * 64, 10, "https://hub/large.bin")

@@ -12,9 +12,8 @@ from stage.fakes import EndsTheProgram, result
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.pool.broadcast import Broadcast
+from skyfab.pool.broadcast import Broadcast, Gang
 from skyfab.pool.detach import Detacher
-from skyfab.pool.gang import Gang
 from skyfab.pool.node import Node
 
 
@@ -133,12 +132,6 @@ def test_hosts_of_a_run_cannot_share_a_cache(home: Path, tmp_path: Path, monkeyp
         compute.launch(wait_for("/"))
     assert "cache" in str(caught.value.hint)
     assert not list((home / "cache" / "runs").iterdir()), "the part of the first host is removed"
-
-
-@pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[1m", "x" * 101])
-def test_a_name_that_cannot_be_shown(name: str) -> None:
-    with pytest.raises(sky.UsageError, match="invalid name of a run"):
-        Detacher([], [], label="f", name=name)
 
 
 def test_a_run_that_cannot_be_sent_is_an_error(pool: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:

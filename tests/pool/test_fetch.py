@@ -390,7 +390,7 @@ def test_the_command(lab: Lab, hub: Hub, internet: Internet, model: dict[str, by
     for words, code, said in (
         ([url], 2, f"hint: write {url}#sha256=HEX"),
         ([f"{url}#sha256={'0' * 64}"], 1, f"has another sha256: expected {'0' * 64}, found {digest}"),
-        (["hf://org/modell"], 2, "hint: did you mean org/model?"),
+        (["hf://org/modell"], 2, "hint: if it is private, set HF_TOKEN"),
     ):
         done = skyfab(tmp_path, "fetch", *words, "--hosts=node1", inventory=known)
         assert (done.returncode, said in done.stderr) == (code, True), done

@@ -21,7 +21,7 @@ from stage.threads import at_once
 import skyfab as sky
 from skyfab.lab import Lab
 from skyfab.pool.addresses import Address
-from skyfab.pool.gang import Gang, GangSpec
+from skyfab.pool.broadcast import Gang, GangSpec
 from skyfab.pool.rendezvous import Rendezvous
 
 OpenPool = Callable[..., sky.Compute]

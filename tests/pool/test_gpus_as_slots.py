@@ -215,7 +215,7 @@ def test_more_gpus_than_any_host_has(gpu_pool: sky.Compute) -> None:
         with pytest.raises(sky.UsageError, match="3 free GPUs for") as raised:
             start()
         assert raised.value.hint == "gpus= can be at most 2"
-    with pytest.raises(sky.UsageError, match="a broadcast has all GPUs"):
+    with pytest.raises(sky.UsageError, match="for a call on one worker"):
         gpu_pool.submit(call, gpus=1, on="all")
 
 

@@ -16,9 +16,8 @@ from typing import Any
 import pytest
 
 from skyfab.errors import PeersUnreachable, PoolError, ProtocolError
-from skyfab.host.agent.peer_probe import PeerProbe
 from skyfab.host.agent.poller import READ, Poller
-from skyfab.host.agent.ports import Ports
+from skyfab.host.agent.ports import PeerProbe, Ports
 from skyfab.pool.addresses import Address, Candidates
 from skyfab.pool.rendezvous import RendezvousFinder, strongest_need
 from skyfab.protocol import messages

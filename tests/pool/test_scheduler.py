@@ -247,7 +247,7 @@ def test_a_call_is_made_with_what_it_was_given() -> None:
     one = Task(packed(timeout=3.0))
     one.each = True
     queue_over(node).add(one)
-    assert node.options == [{"each": True, "reader": None}]
+    assert node.options == [{"each": True, "begin": None}]
 
 
 # ---- the fast path

@@ -667,7 +667,7 @@ def test_an_iterator_where_none_is_expected_is_explained(compute: sky.Compute) -
     plain = sky.function(len)
     with pytest.raises(sky.NotPicklable, match=r"sky.stream\(…\)"):
         plain(number for number in range(3)) >> compute
-    with pytest.raises(TypeError, match=r"has not run: for value in count\(…\) >> compute"):
+    with pytest.raises(TypeError, match=r"has not run: write count\(…\) >> compute"):
         list(count(3))
 
 

@@ -448,13 +448,6 @@ def test_a_reference_travels_as_a_name_and_comes_back_as_the_object() -> None:
     assert first is second
 
 
-def test_there_are_so_many_references_in_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(codec, "_MOST_PACKED", 2)
-    assert len(dumps([Ready(1), Ready(2)]).refs) == 2
-    with pytest.raises(pickle.PicklingError, match="more than 2 references"):
-        dumps([Ready(1), Ready(2), Ready(3)])
-
-
 def test_exceptions_do_not_need_tblib_on_the_other_side(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some libraries, as Dask, register it for all exceptions of a program."""
     support = pytest.importorskip("tblib.pickling_support")

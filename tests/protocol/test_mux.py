@@ -14,9 +14,8 @@ from stage.wire_pair import Pair, Wire, content
 from skyfab.errors import ProtocolError
 from skyfab.protocol import frames
 from skyfab.protocol.frames import ACK, COUNT, CREDIT, DATA, HEAD, HELLO, PING, frame
-from skyfab.protocol.mux import ACK_BYTES, ACK_FRAMES, SMALL
+from skyfab.protocol.mux import ACK_BYTES, ACK_FRAMES, SMALL, Window
 from skyfab.protocol.send_queue import CREDIT_WINDOW
-from skyfab.protocol.window import Window
 
 MB = 1024 * 1024
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyfab.protocol.frames import CHUNK
-from skyfab.protocol.window import Window
+from skyfab.protocol.mux import Window
 
 KB = 1024
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyfab.session.backoff import Backoff
+from skyfab.session.timing import Backoff
 
 
 def test_waits_grow_up_to_the_longest() -> None:

@@ -16,8 +16,7 @@ from collections import deque
 
 from skyfab.errors import RemoteTraceback
 from skyfab.protocol import codec, messages
-from skyfab.protocol.batches import BYTES, Batch, is_large, joined, separated
-from skyfab.protocol.mux import SMALL
+from skyfab.protocol.batches import Batch, as_group, of_group
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class Exchanges:
         return self.conversations.setdefault(0, Conversation(self, 0, 0))
 
     def open(self, stream: int, ask: int) -> None:
-        """A call has arrived that exchanges something, and is asked for this many values."""
+        """A call has arrived that exchanges something. Each request is for this many values, at most."""
         self.conversations[stream] = Conversation(self, stream, ask)
 
     def end(self, stream: int) -> None:
@@ -112,11 +111,10 @@ class Exchanges:
         self.check()
 
     def yielded(self, stream: int, values: list[codec.Payload]) -> None:
-        """Replies with values; without any, the client must ask again."""
-        parts = joined(values)
+        """Replies with values."""
+        group = as_group(values)
         self._worker.flush()
-        message = messages.Yielded.head(parts=tuple(map(len, parts)), count=len(values), plain=self._worker.plain)
-        self._worker.send(stream, message, codec.Payload(b"", parts))
+        self._worker.send(stream, messages.Yielded.head(parts=group.parts, plain=self._worker.plain), group)
 
     def take(self, stream: int, message: messages.Exchange, buffers: list[memoryview]) -> None:
         """An exchange has arrived."""
@@ -180,10 +178,8 @@ class Conversation:
         self._stream = stream
         self.is_closed = self._is_waited_for = False
         self._closers: list[int] = []
-        self._asked: deque[int] = deque([stream] if ask else [])
-        """Streams of the requests for values. The first is that of the call itself."""
-        self._left = ask
-        """How many values the call itself asks for. They are sent in several messages, so that the first comes soon."""
+        self._asked: deque[int] = deque()
+        """Streams of the requests for values."""
         self._arguments: dict[int, Argument] = {}
         self._batch = Batch(max(1, ask), self._send)
         self._has_sent = False
@@ -211,7 +207,7 @@ class Conversation:
     def unanswered(self) -> Iterator[int]:
         """The streams of exchanges that have no reply."""
         yield from self._closers
-        yield from (stream for stream in self._asked if stream != self._stream)
+        yield from self._asked
         for argument in self._arguments.values():
             yield from argument.unanswered()
 
@@ -302,18 +298,11 @@ class Conversation:
         """The values of an exchange were read: the client may send more."""
         self._exchanges.send(stream, _DONE)
 
-    @property
-    def _is_asked_by_call(self) -> bool:
-        """The next message belongs to the call itself. Only small ones can come before its reply."""
-        return bool(self._asked) and self._asked[0] == self._stream
-
     def _put(self, value: codec.Payload, *, quick: bool) -> None:
         """Sends a value, or collects those that come quickly."""
         while not self.is_closed:
             with self._lock:
-                self._batch.make_room(value, SMALL if self._is_asked_by_call else BYTES)
-                if self._is_asked_by_call and is_large(value):
-                    self._exchanges.yielded(self._asked.popleft(), [])
+                self._batch.make_room(value)
                 if self._asked:
                     self._batch.add(value, now=not quick)
                     if self._batch.values:
@@ -339,11 +328,7 @@ class Conversation:
 
     def _send(self, values: list[codec.Payload]) -> None:
         """Sends values, with the lock held. They were collected for the first request."""
-        stream = self._asked[0]
-        self._left -= len(values)
-        if not self._is_asked_by_call or self._left <= 0:
-            self._asked.popleft()
-        self._exchanges.yielded(stream, values)
+        self._exchanges.yielded(self._asked.popleft(), values)
         self._has_sent = True
 
 
@@ -365,7 +350,7 @@ class Argument:
         if message.what == "end":
             self._end = (stream, buffers)
         else:
-            self._given.append((stream, deque(separated(message, buffers))))
+            self._given.append((stream, deque(of_group(buffers))))
 
     def unanswered(self) -> Iterator[int]:
         yield from (stream for stream, _ in self._given)

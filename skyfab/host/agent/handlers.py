@@ -6,8 +6,7 @@ import json
 import os
 
 from skyfab.errors import ProtocolError
-from skyfab.host.agent.peer_probe import PeerProbe
-from skyfab.host.agent.ports import Ports
+from skyfab.host.agent.ports import PeerProbe, Ports
 from skyfab.host.agent.run_folder import RunFolder
 from skyfab.host.agent.store import Store
 from skyfab.host.agent.workdir import Written, place

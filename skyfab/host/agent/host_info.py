@@ -53,17 +53,22 @@ class HostInfo:
 
     def describe_end(self, exitcode: int) -> str:
         """Describes how a process with this exit code ended."""
-        if exitcode >= 0:
-            return f"its process ended with exit code {exitcode}"
-        try:
-            name = signal.Signals(-exitcode).name
-        except ValueError:
-            name = f"signal {-exitcode}"
         kills = _out_of_memory_kills()
         if -exitcode == signal.SIGKILL and kills > self._kills:
             self._kills = kills
             return "its process was killed because the host ran out of memory"
-        return f"its process was killed by {name}"
+        return f"its process {how_it_ended(exitcode)}"
+
+
+def how_it_ended(code: int) -> str:
+    """
+    >>> how_it_ended(3), how_it_ended(-9)
+    ('ended with exit code 3', 'was killed by SIGKILL')
+    """
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = {one.value: one.name for one in signal.Signals}
+    return f"was killed by {known.get(-code, f'signal {-code}')}"
 
 
 def boot_id() -> str:

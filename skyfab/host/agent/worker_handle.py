@@ -20,10 +20,9 @@ from skyfab.protocol.pipes import widen
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
-    from typing import Final
+    from typing import Any, Final
 
     from skyfab.host.agent.logs import LogPipe
-    from skyfab.host.agent.worker_output import Owner
     from skyfab.protocol.frames import Buffer
 
     Piece = tuple[Buffer, int, int]
@@ -55,8 +54,9 @@ class WorkerHandle:
     """One worker process: its pipes, its logs, its calls."""
 
     def __init__(
-        self, owner: Owner, number: int, name: str, generation: int, logs: Sequence[LogPipe], rank: int = 0
+        self, owner: Any, number: int, name: str, generation: int, logs: Sequence[LogPipe], rank: int = 0
     ) -> None:
+        """`owner` has all workers: the `Workers` of host/agent/workers.py."""
         self._owner = owner
         self.number = number
         """Identifies the process for the zygote; a worker's name can be used again."""
@@ -184,16 +184,11 @@ class WorkerHandle:
 
     # ---- one call after another
 
-    def answered(self, stream: int, *, yielded: bool = False) -> None:
-        """A reply is complete: begins the next call, if any, unless the process is stopping.
-
-        With `yielded` it is values: if no exchange has asked for them, the call continues.
-        """
+    def answered(self, stream: int) -> None:
+        """A reply is complete: begins the next call, if any, unless the process is stopping."""
         if stream in self.exchanges:
             if self.exchanges.pop(stream)[1]:
                 self._owner.mux.finish(stream)
-            return
-        if yielded:
             return
         call = self.calls[0] if self.calls else None
         if call is not None and call.stream != stream and self.pipelined:  # it runs several at a time

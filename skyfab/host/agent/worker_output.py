@@ -15,65 +15,19 @@ from skyfab.protocol.frames import BYE, DATA, HEAD, HEADER, Reader
 
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import Any, Final, Protocol
+    from typing import Any, Final
 
-    from skyfab.host.agent.logs import LogPipe
-    from skyfab.host.agent.poller import Poller
-    from skyfab.host.agent.run_folder import RunFolder
     from skyfab.protocol.frames import Buffer
-    from skyfab.protocol.mux import Mux
-else:
-    Protocol = object
 
-_OP: Final = slice(len('{"op":"'), len('{"op":"yielded'))
-"""Where the head of a reply says that it is Yielded: others are not decoded here."""
 _BACKLOG: Final = 2 * 1024 * 1024
 """Bytes of a reply that may be queued for the connection before the agent stops reading from the worker."""
-
-
-class Handle(Protocol):
-    """The part of a worker's handle that its output uses."""
-
-    source: int
-    logs: Sequence[LogPipe]
-    calls: Any
-    exchanges: dict[int, Any]
-    stopping: bool
-
-    def answered(self, stream: int, *, yielded: bool = False) -> None: ...
-    def announce_end(self) -> None: ...
-    def kill(self) -> None: ...
-
-
-class Owner(Protocol):
-    """The part of the agent that a worker's handle uses."""
-
-    mux: Mux | RunFolder
-    poller: Poller
-    dirty: set[Any]
-    """Workers with queued frames to flush."""
-    stuck: set[Any]
-    """Workers whose replies wait for the connection."""
-
-    behind: set[LogPipe]
-    """Logs that have not been forwarded completely."""
-    timed: set[Any]
-    """Workers with a deadline."""
-
-    def now(self) -> float: ...
-    def flush(self) -> None: ...
-    def relay(self, frame: bytes) -> bool: ...
-    def kill(self, worker: Any, number: int = ...) -> None: ...
-    def interrupt(self, worker: Any) -> None: ...
-    def abandon(self, stream: int) -> None: ...
-    def drain(self, log: LogPipe) -> None: ...
 
 
 class WorkerOutput:
     """Forwards from one worker to the client."""
 
-    def __init__(self, worker: Handle, owner: Owner) -> None:
+    def __init__(self, worker: Any, owner: Any) -> None:
+        """`worker` is its `WorkerHandle`, `owner` the `Workers` that it belongs to."""
         self._worker = worker
         self._owner = owner
         self._logs = worker.logs
@@ -116,7 +70,7 @@ class WorkerOutput:
         frame = HEADER.pack(HEAD, head, stream, len(payload)) + payload
         if self._owner.behind or not self._owner.relay(frame):
             return False
-        worker.answered(stream, yielded=bytes(payload[_OP]) == b"yielded")
+        worker.answered(stream)
         return True
 
     def arrived(self, kind: int, stream: int, payload: memoryview, head: int) -> None:
@@ -164,7 +118,7 @@ class WorkerOutput:
         elif head:
             self._worker.announce_end()
             mux.send(stream, bytes(payload[:head]), (payload[head:],))
-            self._worker.answered(stream, yielded=bytes(payload[_OP]) == b"yielded")
+            self._worker.answered(stream)
         elif kind == HEAD:
             content = bytes(payload)
             missing = inline_size(getattr(messages.decode(content), "parts", ()))

@@ -18,15 +18,13 @@ from skyfab.protocol import messages
 TYPE_CHECKING = False  # importing `typing` would slow the start of an agent
 if TYPE_CHECKING:
     from collections.abc import Iterator
-    from typing import Any, Final, Protocol
+    from typing import Any, Final
 
     from skyfab.host.agent.host_info import HostInfo
     from skyfab.host.agent.poller import Poller
     from skyfab.host.agent.run_folder import RunFolder
     from skyfab.host.agent.uploads import Uploads
     from skyfab.protocol.mux import Mux
-else:
-    Protocol = object
 
 _STACKS: Final = 64 * 1024
 _GRACE: Final = 2.0
@@ -36,21 +34,12 @@ _STOP_TIMEOUT: Final = 2.5
 """The same, if some run a call: these are killed a little earlier."""
 
 
-class Sender(Protocol):
-    """The sending side of the connection to the client."""
-
-    mux: Mux
-
-    def flush(self) -> None: ...
-    def relay(self, frame: bytes) -> bool: ...
-
-
 class Workers:
     """All worker processes of a pool on this host."""
 
     def __init__(
         self,
-        sender: Sender,
+        agent: Any,
         poller: Poller,
         zygote: Zygote,
         uploads: Uploads,
@@ -58,17 +47,22 @@ class Workers:
         *,
         logs: str,
     ) -> None:
-        self.mux: Mux | RunFolder = sender.mux
+        """`agent` sends to the client: the `Agent` of host/agent/agent.py."""
+        self.mux: Mux | RunFolder = agent.mux
         self._record: RunFolder | None = None
-        self.flush = sender.flush
-        self.relay = sender.relay
+        self.flush = agent.flush
+        self.relay = agent.relay
         self.abandon = uploads.abandon
         self.dirty: set[WorkerHandle] = set()
+        """Those with queued frames to flush."""
         self.stuck: set[WorkerHandle] = set()
+        """Those whose replies wait for the connection."""
         self.timed: set[WorkerHandle] = set()
+        """Those with a deadline."""
         self.busy = False
         """The last round of the event loop could not relay everything."""
         self.behind: set[LogPipe] = set()
+        """Logs that have not been forwarded completely."""
         self.poller = poller
         self._zygote = zygote
         self._logs = logs

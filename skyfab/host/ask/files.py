@@ -136,7 +136,7 @@ def _open(*about: Any) -> tuple[Any, list[tuple[int, int]]]:
 def _relay(place: int, request: str, *arguments: Any) -> Any:
     """A request to one of the relays of the target."""
     if request == "open":
-        from skyfab.host.file_relay import FileRelay
+        from skyfab.host.relay import FileRelay
 
         assert isinstance(_side, Target)
         _relays[place] = FileRelay(_side, *arguments)

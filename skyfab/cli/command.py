@@ -218,7 +218,7 @@ class Command:
 
 
 def _expanded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    """The parameter, or if it stands for several options, one for each."""
+    """The parameter, or if it stands for several options, one for each. Fields without `Option` are none."""
     group = parameter.annotation
     if not is_dataclass(group):
         return [parameter]
@@ -226,6 +226,7 @@ def _expanded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
     return [
         parameter.replace(name=one.name, default=one.default, annotation=types[one.name], kind=parameter.KEYWORD_ONLY)
         for one in fields(group)
+        if get_origin(types[one.name]) is Annotated
     ]
 
 

@@ -14,33 +14,34 @@ from skyfab.errors import UsageError
 if TYPE_CHECKING:
     from skyfab.calls.image import Image, PipIndex
 
-Pip = Annotated[Sequence[str], Option("packages instead of the project's: numpy,torch>=2.6; repeatable", "PACKAGES")]
-With = Annotated[Sequence[str], Option("packages to add to those of the project or script; repeatable", "PACKAGES")]
 Index = Annotated[Sequence[str], Option("an index for these packages only; repeatable", "URL=PACKAGES")]
-Requirements = Annotated[str | None, Option("install the packages of a requirements file", "FILE")]
-Apt = Annotated[Sequence[str], Option("Debian packages to install; repeatable", "PACKAGES")]
-Install = Annotated[str, Option("push (send packages from this machine), fetch (hosts download them), or auto", "HOW")]
-Python = Annotated[
-    str,
-    Option(
-        "a version, the path of an interpreter on the hosts to use unchanged, or auto (this program's version)",
-        "VERSION|PATH",
-    ),
-]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageOptions:
     """The values of these options."""
 
-    pip: Sequence[str] = ()
-    with_: Sequence[str] = ()
-    index: Sequence[str] = ()
-    requirements: str | None = None
-    apt: Sequence[str] = ()
-    install: str = "auto"
-    python: str = "auto"
+    pip: Annotated[
+        Sequence[str], Option("packages instead of the project's: numpy,torch>=2.6; repeatable", "PACKAGES")
+    ] = ()
+    with_: Annotated[
+        Sequence[str], Option("packages to add to those of the project or script; repeatable", "PACKAGES")
+    ] = ()
+    index: Index = ()
+    requirements: Annotated[str | None, Option("install the packages of a requirements file", "FILE")] = None
+    apt: Annotated[Sequence[str], Option("Debian packages to install; repeatable", "PACKAGES")] = ()
+    install: Annotated[
+        str, Option("push (send packages from this machine), fetch (hosts download them), or auto", "HOW")
+    ] = "auto"
+    python: Annotated[
+        str,
+        Option(
+            "a version, the path of an interpreter on the hosts to use unchanged, or auto (this program's version)",
+            "VERSION|PATH",
+        ),
+    ] = "auto"
     lock: str | None = None
+    """Not an option of every command: `skyfab prepare --lock` writes the file."""
 
     @property
     def name_packages(self) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import InventoryFile, Json, NamedHosts, Option, command
-from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements, With
+from skyfab.cli.image_options import ImageOptions
 from skyfab.cli.report import print_json
 from skyfab.errors import PoolError, SkyfabError, UsageError
 
@@ -25,13 +25,8 @@ if TYPE_CHECKING:
 def prepare(
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
-    pip: Pip = (),
-    with_: With = (),
-    index: Index = (),
-    requirements: Requirements = None,
-    apt: Apt = (),
-    install: Install = "auto",
-    python: Python = "auto",
+    *,
+    options: ImageOptions,
     upgrade: Annotated[bool, Option("resolve again, to the newest versions")] = False,
     lock: Annotated[
         str | None, Option("write the resolved versions to this pylock.toml, for Image(lock=…)", "FILE")
@@ -50,9 +45,6 @@ def prepare(
     """
     from skyfab.cli.host_selection import selected
 
-    options = ImageOptions(
-        pip=pip, with_=with_, index=index, requirements=requirements, apt=apt, install=install, python=python
-    )
     found, chosen = selected(hosts, inventory, quiet=json_)
     image = _image(options, chosen)
     if lock is not None and not image.pip:

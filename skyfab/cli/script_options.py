@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import InventoryFile, NamedHosts, Nodes, Option, Where, Workdir
-from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements, With
+from skyfab.cli.image_options import ImageOptions
 
 if TYPE_CHECKING:
     from skyfab.cli.project_settings import ProjectSettings
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptOptions:
+class ScriptOptions(ImageOptions):
     """The values of these options."""
 
     hosts: NamedHosts = None
@@ -26,13 +26,6 @@ class ScriptOptions:
     where: Where = None
     nodes: Nodes = None
     workdir: Workdir = "auto"
-    pip: Pip = ()
-    with_: With = ()
-    index: Index = ()
-    requirements: Requirements = None
-    apt: Apt = ()
-    install: Install = "auto"
-    python: Python = "auto"
     lock: Annotated[str | None, Option("install the packages of this pylock.toml", "FILE")] = None
     env: Annotated[
         Sequence[str], Option("set a variable; without a value, copy it from this shell; repeatable", "NAME[=VALUE]")
@@ -65,8 +58,7 @@ class ScriptOptions:
             chosen = tuple(host.in_container(self.container) for host in chosen)
         if hosts is None and found.source is None:
             ranks = ranks or here
-        options = ImageOptions(**{name: getattr(self, name) for name in ImageOptions.__dataclass_fields__})
-        image = image_of(script, options, settings, chosen, no_project=self.no_project)
+        image = image_of(script, self, settings, chosen, no_project=self.no_project)
         return Compute(
             chosen,
             inventory=found,

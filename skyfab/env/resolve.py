@@ -22,9 +22,8 @@ from skyfab._util.hints import HINTS
 from skyfab._util.versions import numbers
 from skyfab.calls.image import Image, PipIndex, split_hashes
 from skyfab.env import uv
-from skyfab.env.facts import Target
+from skyfab.env.facts import Target, cuda_for
 from skyfab.env.pipconf import NO_INDEX
-from skyfab.env.torch_variants import cuda_for
 from skyfab.env.uv import UvFailed
 from skyfab.errors import UsageError
 

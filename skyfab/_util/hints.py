@@ -17,8 +17,6 @@ class Hints:
         """The program as it was started: ``./inv`` in a checkout."""
         self.takes_inventory: Callable[[str], bool] = lambda name: False
         """Whether the command of this name takes ``--inventory``."""
-        self.words: Sequence[str] = ()
-        """What was typed after the command's name, without ``--inventory=``."""
         self._inventory: str | None = None
         self._is_command = False
 

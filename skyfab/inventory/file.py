@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
@@ -16,7 +15,7 @@ from skyfab._util.suggest import did_you_mean
 from skyfab.errors import InventoryError, UsageError
 from skyfab.inventory.host import CHECKS, LOCAL, NAME, Host
 from skyfab.inventory.selection import Names, choose, expand, split
-from skyfab.inventory.source import Contents, Mistakes, Source, lines_of, read_text
+from skyfab.inventory.source import Contents, Mistakes, Source, read_text
 
 _CHECKS = {key: check for key, check in CHECKS.items() if key != "name"}
 KEYS = tuple(_CHECKS)
@@ -36,19 +35,8 @@ def read(text: str, source: str) -> Contents:
         tables = toml.loads(text)
     except (ValueError, RecursionError) as error:
         hint = "put tables in [brackets], strings in quotes"
-        said = str(error)
-        if twice := re.match(r"Cannot declare \('(.*?)',?\) twice", said):
-            said = "[" + twice[1].replace("', '", ".") + "] is defined twice" + said[twice.end() :]
-        raise InventoryError(f"{source}: not valid TOML: {said}", hint=hint) from None
-    mistakes = Mistakes(source)
-    lines = functools.cache(lambda: _lines_by_key(text))
-
-    def where(place: Place) -> str:
-        known = (lines().get(place[:size]) for size in range(len(place), 0, -1))
-        line = next((f":{number}" for number in known if number), "")
-        return ": ".join(filter(None, [f"{source}{line}", _shown(place)]))
-
-    contents = read_tables(tables, mistakes, where)
+        raise InventoryError(f"{source}: not valid TOML: {error}", hint=hint) from None
+    contents = read_tables(tables, Mistakes(source), lambda place: ": ".join(filter(None, [source, _shown(place)])))
     if not contents.hosts:
         raise InventoryError(
             f"{source}: has no hosts", hint='add a table [hosts.node1] and, below it, address = "10.0.0.11"'
@@ -170,10 +158,14 @@ class _Reader:
                 self.note(("groups", name), str(error), f'for instance {name} = ["node1", "node[2-4]"]')
             except UsageError as error:
                 self.note(("groups", name), error.message, error.hint)
-        for circle in _circles(inner):
-            self.note(("groups", circle[0]), f"contains itself: {' → '.join(circle)}", "remove one of them")
         names = Names(self.hosts, self.groups)
-        for name in filter(inner.__contains__, TopologicalSorter(inner).static_order()):
+        try:
+            order = [*filter(inner.__contains__, TopologicalSorter(inner).static_order())]
+        except CycleError as error:
+            circle = error.args[1][::-1]
+            self.note(("groups", circle[0]), f"contains itself: {' → '.join(circle)}", "remove one of them")
+            return
+        for name in order:
             try:
                 self.groups[name] = tuple(choose(words[name], names))
             except UsageError as error:
@@ -201,19 +193,6 @@ def _host(name: str, own: Mapping[str, Any], defaults: Mapping[str, Any]) -> Hos
     return Host(**given)
 
 
-def _circles(graph: dict[str, list[str]]) -> Iterator[list[str]]:
-    """Yields each cycle of a graph, and removes it from the graph to find the next."""
-    while True:
-        try:
-            TopologicalSorter(graph).prepare()
-        except CycleError as error:
-            circle = error.args[1][::-1]
-            graph[circle[0]] = []
-            yield circle
-        else:
-            return
-
-
 def _key_hint(place: Place, key: str, value: object) -> str:
     if isinstance(value, Mapping) and place[0] == "hosts":
         part = bare(key).strip('"')
@@ -224,40 +203,6 @@ def _key_hint(place: Place, key: str, value: object) -> str:
 def bare(key: str) -> str:
     """A key as TOML spells it: quoted if necessary, and on one line."""
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else schema.quoted(key)
-
-
-def _lines_by_key(text: str) -> dict[tuple[str, ...], int]:
-    """The first line of each table and key, by its path, in a valid document.
-
-    >>> _lines_by_key('[hosts.node1]\\nport = 22')
-    {('hosts',): 1, ('hosts', 'node1'): 1, ('hosts', 'node1', 'port'): 2}
-    """
-    found: dict[tuple[str, ...], int] = {}
-    table: tuple[str, ...] = ()
-    first, statement = 1, ""
-    for number, line in enumerate(lines_of(text), 1):
-        statement += f"{line}\n"
-        try:
-            path = _path(toml.loads(statement))
-        except ValueError:  # an array or a string continues in the next line
-            continue
-        if statement.lstrip().startswith("["):
-            table = path
-        else:
-            path = (*table, *path)
-        for size in range(1, len(path) + 1):
-            found.setdefault(path[:size], first)
-        first, statement = number + 1, ""
-    return found
-
-
-def _path(document: Any) -> tuple[str, ...]:
-    """The path to the value of a document that is a single statement."""
-    names: list[str] = []
-    while isinstance(document, dict) and len(document) == 1:
-        names += document
-        document = document[names[-1]]
-    return tuple(names)
 
 
 def _matches(path: Path, text: str) -> bool:

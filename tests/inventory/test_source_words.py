@@ -108,29 +108,6 @@ def test_a_file_that_cannot_be_read_is_one_error(name: str, tmp_path: Path) -> N
         Inventory.of(path)
 
 
-# Lines of inventory.toml
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("\n[hosts.node1]\nprot = 22", 'inv.toml:3: [hosts.node1]: unknown key "prot"'),
-        ('[hosts]\n\nnode1 = { port = "x" }', "inv.toml:3: [hosts.node1] port: must be an integer"),
-        ('\n[hosts."a b"]', 'inv.toml:2: [hosts."a b"]: not a valid host name'),
-        ("[hosts.a]\n[hosts.b]\n[groups]\ng = ['b']\nh = ['c']", "inv.toml:5: [groups] h: no host, group or tag"),
-        ("[hosts.a]\n[host.b]", "inv.toml:2: unknown table [host]"),
-        ("[hosts.a]\r\nport = 0\r\n", "inv.toml:2: [hosts.a] port: must be from 1"),
-        ('[hosts.a]\nsetup = """\n[hosts.b]\nport = 0\n"""\nport = 0', "inv.toml:6: [hosts.a] port: must be from 1"),
-        ("[ hosts . 'a.b' ]\n[hosts]\n'c.d'.port = 0", 'inv.toml:3: [hosts."c.d"] port: must be from 1'),
-        ("[hosts.a]\nenv.A = 1", "inv.toml:2: [hosts.a] env: A must be a string"),
-    ],
-)
-def test_a_mistake_has_its_line(text: str, message: str) -> None:
-    with pytest.raises(InventoryError) as caught:
-        Inventory.parse(text, "inv.toml")
-    assert caught.value.message.startswith(message)
-
-
 # to_toml
 
 NAMES = st.text("abcä09_.+-", min_size=1, max_size=5).map("n".__add__)

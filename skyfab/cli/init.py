@@ -106,13 +106,13 @@ def _named(hosts: Sequence[Host]) -> list[Host]:
 
 def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ...]:
     """Those that were named; else asks. Without aliases in ssh_config, those of known_hosts are offered."""
-    from skyfab.inventory.known_hosts import names
     from skyfab.inventory.selection import some
+    from skyfab.inventory.ssh_config import known_hosts
     from skyfab.ui.prompt import answer
 
     if hosts is not None:
         return known.select(hosts)
-    others = [name for name in names() if name not in known.hosts]
+    others = [name for name in known_hosts() if name not in known.hosts]
     offered = list(known.hosts) or others
     if not offered:
         what = "no host names in ssh_config or known_hosts; hashed names are not readable"

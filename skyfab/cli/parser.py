@@ -138,12 +138,8 @@ class CommandLine:
         hint = f"{HINTS.program} {command} --help"
         rest = self._commands[command].rest
         if rest is not None:
-            program = (
-                "options of the program follow it"
-                if rest.option.follows
-                else "the program and its options follow after --"
-            )
-            hint = f"{program}: {hint}"
+            place = "it" if rest.option.follows else "after --"
+            hint = f"what is for the program follows {place}: {hint}"
         name, equals, value = unknown[0].partition("=")
         if not name.startswith("-"):
             return UsageError(f"unexpected argument {unknown[0]!r}", hint=hint)

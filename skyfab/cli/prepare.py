@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import InventoryFile, Json, NamedHosts, Option, command
-from skyfab.cli.image_options import ImageOptions
 from skyfab.cli.report import print_json
+from skyfab.cli.run_options import ImageOptions
 from skyfab.errors import PoolError, SkyfabError, UsageError
 
 if TYPE_CHECKING:
@@ -59,8 +59,7 @@ def prepare(
 
 def _image(options: ImageOptions, hosts: Sequence[Host]) -> Image:
     """The image of the options, else of the project in the current folder, with the plugins that it names."""
-    from skyfab.cli.project_settings import ProjectSettings
-    from skyfab.cli.run_environment import image_of, plugins_of
+    from skyfab.cli.run_environment import ProjectSettings, image_of, plugins_of
 
     script = Path.cwd() / "main.py"  # need not be there: its folder counts
     settings = ProjectSettings.of(script)

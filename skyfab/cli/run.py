@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal
 from skyfab._util.hints import HINTS
 from skyfab._util.sizes import rate_of
 from skyfab.cli.command import COMMAND, Detach, Option, Ranks, command
-from skyfab.cli.gpu_options import GpuOptions
-from skyfab.cli.script_options import ScriptOptions
+from skyfab.cli.run_options import GpuOptions, ScriptOptions
 from skyfab.errors import BroadcastError, SkyfabError, UsageError
 
 if TYPE_CHECKING:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from urllib.parse import urlsplit
 
 from skyfab.cli.command import COMMAND, Option, command
-from skyfab.cli.gpu_options import GpuOptions
-from skyfab.cli.script_options import ScriptOptions
+from skyfab.cli.run_options import GpuOptions, ScriptOptions
 from skyfab.errors import BroadcastError, UsageError, WorkerDied
 
 if TYPE_CHECKING:

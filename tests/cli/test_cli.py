@@ -21,8 +21,8 @@ from stage.spot import until
 from skyfab.calls.call import as_function
 from skyfab.calls.image import Image, PipIndex
 from skyfab.cli import prepare, report
-from skyfab.cli.image_options import ImageOptions
 from skyfab.cli.parser import CommandParser
+from skyfab.cli.run_options import ImageOptions
 from skyfab.cli.tasks import COMMANDS
 from skyfab.env.lock import Lock
 from skyfab.errors import (
@@ -150,7 +150,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["run", "python3", "x.py"], "no such file: python3\nhint: to run a program: skyfab run -- python3 x.py\n"),
         (
             ["serve", "web", "--ranks=1", "python3", "-m", "http.server"],
-            "error: unexpected argument 'python3'\nhint: the program and its options follow after --: skyfab serve --help\n",
+            "error: unexpected argument 'python3'\nhint: what is for the program follows after --: skyfab serve ",
         ),
         (["serve", "web", "--bogus", "python3"], "error: unknown option --bogus\n"),
         (
@@ -159,11 +159,11 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         ),
         (["serve", "web", "--port=70000", "--", "true"], "error: invalid --port=70000\nhint: expected a number "),
         (["run", "node1", "x.py", "-a"], "hint: to name hosts: skyfab run --hosts=node1 x.py -a\n"),
-        (["run", "--quux=3", "x.py"], "hint: options of the program follow it: skyfab run --help\n"),
-        (["run", "--epochs=3", "x.py"], "hint: options of the program follow it: skyfab run --help\n"),
+        (["run", "--quux=3", "x.py"], "hint: what is for the program follows it: skyfab run --help\n"),
+        (["run", "--epochs=3", "x.py"], "hint: what is for the program follows it: skyfab run --help\n"),
         (
             ["exec", "local", "ls", "-la"],
-            "error: unknown option -la\nhint: the program and its options follow after --: skyfab exec --help\n",
+            "error: unknown option -la\nhint: what is for the program follows after --: skyfab exec --help\n",
         ),
         (["train", "--epochs=ten"], "error: --epochs must be 1 or more, not 'ten'\n"),
         (["train", "--ranks=0"], "error: --ranks must be 1 or more, not '0'\n"),
@@ -183,7 +183,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["exec", "hostname"], "hint: put it after --: skyfab exec -- uptime\n"),
         (["put", "a", "b"], "error: unexpected argument 'b'\nhint: skyfab put --help\n"),
         (["--hosts=a", "run", "s.py"], "hint: options follow the command: skyfab --help\n"),
-        (["sweep", "trial.py", "--lr=0.1"], "hint: the program and its options follow after --: skyfab sweep --help\n"),
+        (["sweep", "trial.py", "--lr=0.1"], "hint: what is for the program follows after --: skyfab sweep --help\n"),
         (["hosts", "--inventory=missing.toml"], "error: missing.toml: No such file"),
         (["train", "--inventory=missing.toml"], "error: missing.toml: No such file"),
         (["trust"], "error: only this machine is selected, and it has no host key"),

@@ -11,9 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyfab.errors import InventoryError
-from skyfab.inventory.detect import source_of
 from skyfab.inventory.host import LOCAL, Host
-from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.inventory import Inventory, source_of
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGifrC2TEtlDqvu01rFE2MKRF/J8lbSByLau0+8Ie1SJ"
 

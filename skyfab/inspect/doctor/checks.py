@@ -10,8 +10,7 @@ from typing import Final
 from skyfab._util import toml
 from skyfab._util.sizes import readable
 from skyfab.env.facts import DRIVERS, cuda_for
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import Facts, Findings, HostReport
+from skyfab.inspect.doctor.finding import Facts, Finding, Findings, HostReport
 from skyfab.inspect.survey import Gpu
 
 _SLOW_SHELL: Final = 3.0

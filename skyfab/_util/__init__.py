@@ -1,1 +1,1 @@
-"""Small helpers for all parts of skyfab: atomic writes, scripts, sizes, TOML, versions, tables in notebooks."""
+"""Small helpers for all parts of skyfab: atomic writes, scripts, sizes, TOML, versions."""

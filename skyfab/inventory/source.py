@@ -47,7 +47,7 @@ class Mistakes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What `detect` knows about a source."""
+    """What is known about a source."""
 
     word: str
     """What users write: ``slurm``, or ``hostfile:PATH``."""

@@ -10,7 +10,6 @@ from concurrent.futures._base import CANCELLED, PENDING, RUNNING
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
-from skyfab._util.html import ShownAsTable
 from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
@@ -32,7 +31,7 @@ def refuse_to_block() -> None:
     refuse_to_wait()
 
 
-class CallFuture(GuardedFuture, ShownAsTable):
+class CallFuture(GuardedFuture):
     """The future of a call. Cancelling it stops the call on the host."""
 
     def __init__(self) -> None:
@@ -58,9 +57,6 @@ class CallFuture(GuardedFuture, ShownAsTable):
 
     def __repr__(self) -> str:
         return f"<Future of {self.label}: {self.state}>" if self.label else f"<Future: {self.state}>"
-
-    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
-        return ("call", "host", "state"), [(self.label, self.node.name if self.node else "–", self.state)]
 
     def result(self, timeout: float | None = None) -> Any:
         with SIGNAL_GUARD, self._waiting():

@@ -94,7 +94,7 @@ class ProjectSettings:
 
     @classmethod
     def of(cls, script: Path) -> ProjectSettings:
-        """Those of the nearest pyproject.toml with such a table. Raises UsageError with every mistake in it."""
+        """Those of the nearest pyproject.toml with such a table. Raises UsageError."""
         for folder in folders_above(script):
             if (file := folder / "pyproject.toml").is_file():
                 tools = read(file).get("tool")
@@ -106,13 +106,11 @@ class ProjectSettings:
 def _settings(table: object, file: Path) -> ProjectSettings:
     if not isinstance(table, Mapping):
         raise UsageError(f"{file}: [tool.skyfab] must be a table, not {schema.name_of(table)}")
-    values, mistakes = schema.parse_table(table, _CHECKS)
-    if mistakes:
-        lines = [
-            (f"{key}: {problem}" if key in _CHECKS else problem) + (f" ({hint})" if hint else "")
-            for key, problem, hint in mistakes
-        ]
-        raise UsageError("\n  ".join([f"{file}: [tool.skyfab]", *lines]))
+    try:
+        values = schema.parse_table(table, _CHECKS)
+    except schema.Mistake as error:
+        where = f"{file}: [tool.skyfab]" + (f" {error.key}" if error.key in _CHECKS else "")
+        raise UsageError(f"{where}: {error.problem}", hint=error.hint) from None
     for key in values.keys() & {"inventory", "requirements", "lock"}:
         if key == "inventory" and is_word(values[key]):
             continue

@@ -43,7 +43,7 @@ class _Group:
 
 
 def read(path: str | os.PathLike[str]) -> Contents:
-    """The hosts of an inventory: a file or a folder. Raises one `InventoryError` with all mistakes."""
+    """The hosts of an inventory: a file or a folder. Raises InventoryError."""
     source = os.fspath(path)
     try:
         document = _listed(source)
@@ -128,8 +128,8 @@ def _add(listing: Listing, name: str, variables: Mapping[str, Any]) -> None:
         for variable in words:
             value = used.get(variable)
             if key == "identity" and "{{" in str(value):  # in the others, the checks of their values find it
-                listing.mistakes.note(f"{at} {variable}", f"contains a template: {value!r}", "write the path")
-            elif value not in (None, ""):
+                raise InventoryError(f"{at} {variable}: contains a template: {value!r}", hint="write the path")
+            if value not in (None, ""):
                 keys[key] = _converted(key, value)
                 places[key] = f"{at} {variable}"
     for variable in filter(used.__contains__, _ARGS):
@@ -137,8 +137,8 @@ def _add(listing: Listing, name: str, variables: Mapping[str, Any]) -> None:
         try:
             jump = _jump(str(used[variable]))
         except ValueError as error:
-            listing.mistakes.note(places["jump"], str(error), "for instance -o ProxyJump=ada@gateway")
-            continue
+            hint = "for instance -o ProxyJump=ada@gateway"
+            raise InventoryError(f"{places['jump']}: {error}", hint=hint) from None
         itself = {name, keys.get("address", name)}
         if jump is not None and re.sub(r"^.*@|:[0-9]+$", "", jump) not in itself:  # variables of all may name it
             keys["jump"] = jump

@@ -1,6 +1,6 @@
 """`Source`: where hosts can come from, such as hostfiles or Slurm. The module of each kind has a `SOURCE`.
 
-`Contents` is what a source has, `Mistakes` what is wrong with it; `read_text` reads the files that list hosts.
+`Contents` is what a source has; `read_text` reads the files that list hosts.
 """
 
 from __future__ import annotations
@@ -22,27 +22,6 @@ class Contents(NamedTuple):
     groups: dict[str, tuple[str, ...]]
     left_out: dict[str, str]
     """What was skipped, by name, with the reason."""
-
-
-class Mistakes:
-    """What is wrong with one source, in order."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self._found: dict[tuple[str, str, str | None], None] = {}
-
-    def note(self, where: str, problem: str, hint: str | None) -> None:
-        """Records a mistake, once; `where` is ``file:line: words``."""
-        self._found[where, problem, hint] = None
-
-    def check(self) -> None:
-        """Raises one `InventoryError` with all of them, if there are any."""
-        if len(self._found) == 1:
-            where, problem, hint = next(iter(self._found))
-            raise InventoryError(f"{where}: {problem}", hint=hint)
-        if self._found:
-            lines = [f"{where}: {problem}" + (f" ({hint})" if hint else "") for where, problem, hint in self._found]
-            raise InventoryError("\n  ".join([f"{self.source}: {len(lines)} mistakes", *lines]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

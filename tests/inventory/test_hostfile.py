@@ -63,11 +63,3 @@ def test_a_mistake_is_reported_with_its_line(text: str, message: str, hint: str,
         read(text, tmp_path)
     assert caught.value.message.startswith(f"{tmp_path}/hostfile{message}")
     assert hint in str(caught.value.hint)
-
-
-def test_all_mistakes_are_reported_at_once(tmp_path: Path) -> None:
-    with pytest.raises(InventoryError) as caught:
-        read("node1 slots=x\nnode2\nnode3 what\n", tmp_path)
-    first, *lines = str(caught.value).splitlines()
-    assert first == f"{tmp_path}/hostfile: 2 mistakes"
-    assert [line.split(":")[1] for line in lines] == ["1", "3"]

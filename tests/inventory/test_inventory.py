@@ -628,31 +628,6 @@ def test_a_document_of_brackets_only_is_not_toml() -> None:
     assert mistake(f"a = {'[' * 100_000}").message.startswith("inv.toml: not valid TOML: ")
 
 
-def test_all_mistakes_are_reported_at_once_the_count_first_one_on_a_line() -> None:
-    error = mistake("""
-        [defaults]
-        slots = 0
-        [hosts.a]
-        prot = 22
-        port = "22"
-        [hosts.b]
-        [groups]
-        g = ["c"]
-        h = ["h"]
-        """)
-    assert str(error).splitlines() == [
-        "inv.toml: 4 mistakes",
-        "  inv.toml: [defaults] slots: must be between 1 and 4,096, not 0 (exclude a host from a selection with !name)",
-        '  inv.toml: [hosts.a]: unknown key "prot" (did you mean port?)',
-        "  inv.toml: [hosts.a] port: must be an integer, not a string (write it without quotes)",
-        "  inv.toml: [groups] h: contains itself: h → h (remove one of them)",
-    ]
-
-
-def test_a_host_with_a_mistake_is_not_also_missing_from_its_group() -> None:
-    assert "mistakes" not in mistake('[hosts.a]\nport = 0\n[groups]\ng = ["a"]').message
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

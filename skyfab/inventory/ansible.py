@@ -20,7 +20,6 @@ from skyfab.inventory.builder import Listing
 from skyfab.inventory.file import RESERVED
 from skyfab.inventory.source import Contents, Source
 
-_SUFFIXES: Final = (".yml", ".yaml", ".json", ".ini", ".cfg")
 _KEYS: Final = {
     "address": ("ansible_host", "ansible_ssh_host"),
     "port": ("ansible_port", "ansible_ssh_port"),
@@ -167,15 +166,4 @@ def _jump(text: str) -> str | None:
     return None
 
 
-def _matches(path: Path, text: str) -> bool:
-    """Whether it is a folder, or a file in one of Ansible's formats."""
-    lines = [line for line in text.splitlines() if line.strip() and line.lstrip()[0] not in "#;"]
-    return (
-        path.is_dir()
-        or path.suffix in _SUFFIXES
-        or bool(lines and re.match(r"""---|\{|- |["']?[\w.-]+["']?:(\s|$)""", lines[0]))
-        or any(line.strip().startswith("[") or "ansible_" in line for line in lines)
-    )
-
-
-SOURCE = Source(word="ansible", takes="path", read=read, matches=_matches)
+SOURCE = Source(word="ansible", takes="path", read=read)

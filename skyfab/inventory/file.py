@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 from typing import Any
 
 from skyfab._util import schema, toml
@@ -197,17 +196,4 @@ def bare(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else schema.quoted(key)
 
 
-def _matches(path: Path, text: str) -> bool:
-    """Whether it is an inventory.toml, also one with mistakes."""
-    if path.suffix == ".toml" or path.is_dir():
-        return path.suffix == ".toml"
-    lines = [line for line in map(str.strip, text.splitlines()) if line and line[0] not in "#;"]
-    if (not lines and not path.suffix) or any(re.match(r"\[\s*hosts\s*\.|\[\s*defaults\s*\]", line) for line in lines):
-        return True
-    try:
-        return not set(_TABLES).isdisjoint(toml.loads(text))
-    except ValueError:
-        return False
-
-
-SOURCE = Source(word="toml", takes="path", read=lambda path: read(read_text(path), path), matches=_matches)
+SOURCE = Source(word="toml", takes="path", read=lambda path: read(read_text(path), path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any, Final
 
 from skyfab._util.suggest import did_you_mean
@@ -69,15 +68,4 @@ def _keys(words: list[str], at: str) -> dict[str, Any]:
     return keys
 
 
-def _matches(path: Path, text: str) -> bool:
-    """Any list of names; a number after a colon may also be a port. Raises InventoryError if it is not clear."""
-    lines = [line for line in map(str.strip, text.splitlines()) if line and line[0] not in "#;"]
-    if any(":" in line for line in lines) and not any(re.search(r"\b(slots|count|cpu)\s*=", line) for line in lines):
-        raise InventoryError(
-            f"{path}: in {lines[0][:60]!r}, is the number the host's slots (MPI) or its port (Ansible)?",
-            hint=f"write hostfile:{path} or ansible:{path}",
-        )
-    return True
-
-
-SOURCE = Source(word="hostfile", takes="path", read=lambda path: read(read_text(path), path), matches=_matches)
+SOURCE = Source(word="hostfile", takes="path", read=lambda path: read(read_text(path), path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
@@ -19,13 +20,12 @@ from skyfab.inventory.selection import Names, choose
 from skyfab.inventory.source import Contents, Source, read_text
 
 _SOURCES: Final[tuple[Source, ...]] = (
-    file.SOURCE,
-    ansible.SOURCE,
-    slurm.SOURCE,
-    ssh_config.SOURCE,
-    hostfile.SOURCE,  # the last one: a list of names is a hostfile
+    *(file.SOURCE, ansible.SOURCE, slurm.SOURCE, ssh_config.SOURCE, hostfile.SOURCE),
 )
-"""In the order in which a file is compared with them."""
+_TOML: Final = re.compile(r"^\s*\[\s*(hosts\s*\.|defaults\s*\]|groups\s*\])", re.MULTILINE)
+_ANSIBLE: Final = re.compile(r"""^\s*(\[|---|\{|- |["']?[\w.-]+["']?:(\s|$))|^\s*[^#;\s].*ansible_""", re.MULTILINE)
+_ANSIBLE_SUFFIXES: Final = (".yml", ".yaml", ".json", ".ini", ".cfg")
+_UNCLEAR: Final = re.compile(r"^\s*([^#;\s:]+:[0-9]+)\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,9 +185,25 @@ def _read(given: str | os.PathLike[str]) -> Contents:
 
 
 def source_of(path: Path) -> Source:
-    """The source that a file is of. Raises InventoryError if it is not readable, or ambiguous."""
-    text = "" if path.is_dir() else read_text(path, hint="check the path; to create an inventory: skyfab init")
-    return next(source for source in _SOURCES if source.matches(path, text))
+    """The source that a file is of, by its name or its text: a list of names is a hostfile.
+
+    Raises InventoryError if it is not readable, or ambiguous.
+    """
+    if path.suffix == ".toml":
+        return file.SOURCE
+    if path.suffix in _ANSIBLE_SUFFIXES or path.is_dir():
+        return ansible.SOURCE
+    text = read_text(path)
+    if _TOML.search(text):
+        return file.SOURCE
+    if _ANSIBLE.search(text):
+        return ansible.SOURCE
+    if (line := _UNCLEAR.search(text)) and not re.search(r"\b(slots|count|cpu)\s*=", text):
+        raise InventoryError(
+            f"{path}: in {line[1][:60]!r}, is the number the host's slots (MPI) or its port (Ansible)?",
+            hint=f"write hostfile:{path} or ansible:{path}",
+        )
+    return hostfile.SOURCE
 
 
 def _first(hosts: tuple[Host, ...], nodes: int | None) -> tuple[Host, ...]:

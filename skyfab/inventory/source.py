@@ -34,8 +34,6 @@ class Source:
     """What follows the word and a colon. A path must, a pattern may."""
     read: Callable[[str], Contents]
     """Reads what follows the word; empty if nothing does. Raises InventoryError."""
-    matches: Callable[[Path, str], bool] = lambda path, text: False
-    """Whether a file, given without a word, is of this kind, by its path and text; a folder has no text."""
 
     def names(self, given: str) -> bool:
         """Whether these are words for this source, and not the path of a file."""
@@ -44,7 +42,12 @@ class Source:
         return word == self.word and wanted[self.takes]
 
 
-def read_text(path: str | os.PathLike[str], hint: str = "check the path", *, strict: bool = True) -> str:
+def read_text(
+    path: str | os.PathLike[str],
+    hint: str = "check the path; to create an inventory: skyfab init",
+    *,
+    strict: bool = True,
+) -> str:
     """The text of a file. Raises InventoryError if the file is not readable, or not text.
 
     If not `strict`, bytes that are not UTF-8 are accepted, as in comments of files that other programs read.

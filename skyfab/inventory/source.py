@@ -42,12 +42,7 @@ class Source:
         return word == self.word and wanted[self.takes]
 
 
-def read_text(
-    path: str | os.PathLike[str],
-    hint: str = "check the path; to create an inventory: skyfab init",
-    *,
-    strict: bool = True,
-) -> str:
+def read_text(path: str | os.PathLike[str], *, strict: bool = True) -> str:
     """The text of a file. Raises InventoryError if the file is not readable, or not text.
 
     If not `strict`, bytes that are not UTF-8 are accepted, as in comments of files that other programs read.
@@ -56,6 +51,7 @@ def read_text(
     try:
         text = Path(path).read_bytes().decode("utf-8-sig", "strict" if strict else "backslashreplace")
     except OSError as error:
+        hint = "check the path; to create an inventory: skyfab init"
         raise InventoryError(f"{name}: {error.strerror}", hint=hint) from None
     except ValueError as error:  # not UTF-8, or a NUL in the path
         raise InventoryError(f"{name!r}: not a text file ({error})", hint="save it as UTF-8") from None

@@ -117,5 +117,4 @@ class Image:
     @classmethod
     def of_manifest(cls, found: Manifest) -> Image:
         """The image with the packages that a script or project needs, as `found`."""
-        indexes = tuple(PipIndex(url, packages) for url, packages in found.indexes.items())
-        return cls(pip=found.pip, pip_indexes=indexes, lock=found.lock)
+        return cls(pip=found.pip, lock=found.lock)

@@ -41,8 +41,7 @@ def exec_(
         skyfab exec --hosts=gpu -- 'nvidia-smi -L | wc -l'
     """
     from skyfab._util.scripts import given
-    from skyfab.cli.asking import asking
-    from skyfab.cli.host_selection import selected
+    from skyfab.cli.host_selection import asking, selected
     from skyfab.cli.ssh import of_project
     from skyfab.detached.written import current_folder
     from skyfab.pool.workdir import Workdirs, last_run

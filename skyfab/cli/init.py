@@ -133,7 +133,7 @@ def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ..
 
 def _greeted(hosts: Sequence[Host], known: Inventory) -> list[Outcome[Survey]]:
     """Asks every host what it is, all at once."""
-    from skyfab.cli.asking import asking
+    from skyfab.cli.host_selection import asking
     from skyfab.inspect.survey import SURVEY
 
     with asking(hosts, known, show=is_rich(sys.stdout, sys.stderr)) as asker:

@@ -38,12 +38,7 @@ def read(text: str, source: str) -> Contents:
         if match is None:
             raise InventoryError(f"{at}: not a host name: {words[0]!r}", hint=HINT)
         keys = _keys(words[1:], at)
-        if match["slots"] and "slots" in keys:
-            raise InventoryError(f"{at}: slots given twice for {match['name']}", hint=HINT)
-        slots = int(match["slots"] or keys.pop("slots", 1))
-        if slots < 1:
-            hint = "remove the line, or exclude the host with !name"
-            raise InventoryError(f"{at}: slots must be 1 or more for {match['name']}", hint=hint)
+        slots = int(keys.pop("slots", match["slots"] or 1))
         user = {"user": match["user"]} if match["user"] else {}
         first, more, others = hosts.get(match["name"], (at, 0, {}))
         hosts[match["name"]] = first, more + slots, others | keys | user

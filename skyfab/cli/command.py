@@ -218,7 +218,7 @@ class Command:
 
 
 def _expanded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    """The parameter, or if it stands for several options, one for each. Fields without `Option` are none."""
+    """The parameter, or if it stands for several options, one for each. Fields without an `Option` are left out."""
     group = parameter.annotation
     if not is_dataclass(group):
         return [parameter]

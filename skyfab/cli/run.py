@@ -87,7 +87,7 @@ def run(
     from skyfab.calls.script import perform
     from skyfab.cli.detach import broadcast, tell_how_to_attach
     from skyfab.cli.put import remember, start_mirrors
-    from skyfab.cli.run_environment import plugins_of
+    from skyfab.cli.run_environment import plugins_of, pool_of, project_of
     from skyfab.detached.run import Run
     from skyfab.host.command import execute
     from skyfab.plugins.base import OwnPort, Torchrun
@@ -99,12 +99,12 @@ def run(
     if limit is not None and rate_of(limit) is None:
         raise UsageError(f"invalid --limit={limit}: expected a rate such as 20MB/s")
     label = shlex.join(arguments) if target == COMMAND else target.replace("-m ", "python -m ")
-    settings = options.project(script)
+    settings = project_of(options, script)
     if script.is_file():
         _note_options(script, arguments)
     plugins = [Torchrun(), *([OwnPort()] if claim.claims else []), *plugins_of(with_plugin or settings.plugins)]
     ranks = ranks or claim.gpus or settings.ranks
-    with claim.added_to(options).pool(script, settings, ranks=ranks, here=2, plugins=plugins) as compute:
+    with pool_of(claim.added_to(options), script, settings, ranks=ranks, here=2, plugins=plugins) as compute:
         with contextlib.suppress(OSError):
             write(last_run(), next(reversed(SENT), ""))  # for `skyfab ssh` and `exec`
         started = as_function(execute if target == COMMAND else perform)

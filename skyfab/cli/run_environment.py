@@ -9,19 +9,64 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from skyfab._util import schema
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.image import Image
 from skyfab.calls.manifest import find, read, text_of
 from skyfab.calls.modules import folders_above
-from skyfab.cli.run_options import ImageOptions
+from skyfab.cli.run_options import ImageOptions, ScriptOptions
 from skyfab.errors import UsageError
 from skyfab.inventory.host import CHECKS, Host, checked, expanded
 from skyfab.inventory.inventory import is_word
 from skyfab.plugins import REGISTRY
 from skyfab.plugins.base import Plugin
+
+if TYPE_CHECKING:
+    from skyfab.pool.compute import Compute
+
+
+def project_of(options: ScriptOptions, script: Path) -> ProjectSettings:
+    """Continues with the Python of the script's project. Returns the project's settings. Raises UsageError."""
+    from skyfab.cli.interpreter import hand_over
+
+    if not options.no_project:
+        hand_over(script)
+    return ProjectSettings.of(script)
+
+
+def pool_of(
+    options: ScriptOptions,
+    script: Path,
+    settings: ProjectSettings,
+    *,
+    ranks: int | None,
+    here: int,
+    plugins: Sequence[Plugin],
+) -> Compute:
+    """The pool for a script; without hosts and inventory, with `here` ranks on this machine. Raises UsageError."""
+    from skyfab.cli.host_selection import selected
+    from skyfab.pool.compute import Compute
+
+    hosts = options.hosts or settings.hosts
+    found, chosen = selected(hosts, options.inventory or settings.inventory)
+    if options.container:
+        chosen = tuple(host.in_container(options.container) for host in chosen)
+    if hosts is None and found.source is None:
+        ranks = ranks or here
+    image = image_of(script, options, settings, chosen, no_project=options.no_project)
+    return Compute(
+        chosen,
+        inventory=found,
+        where=options.where,
+        nodes=options.nodes,
+        ranks=ranks or "auto",
+        image=replace(image, program=str(script)),
+        plugins=plugins,
+        env=variables_of(options.env, options.env_file, settings),
+        workdir=settings.workdir if options.workdir == "auto" else options.workdir,
+    )
 
 
 def image_of(

@@ -17,8 +17,6 @@ from skyfab.errors import UsageError
 if TYPE_CHECKING:
     from skyfab.calls.call import Call
     from skyfab.calls.image import Image, PipIndex
-    from skyfab.cli.run_environment import ProjectSettings
-    from skyfab.plugins.base import Plugin
     from skyfab.pool.compute import Compute
 
 Index = Annotated[Sequence[str], Option("an index for these packages only; repeatable", "URL=PACKAGES")]
@@ -121,43 +119,6 @@ class ScriptOptions(ImageOptions):
         Sequence[str], Option("read variables from a file with lines NAME=VALUE; repeatable", "FILE")
     ] = ()
     no_project: Annotated[bool, Option("install no packages of the script or project ([tool.skyfab] applies)")] = False
-
-    def project(self, script: Path) -> ProjectSettings:
-        """Continues with the Python of the script's project. Returns the project's settings. Raises UsageError."""
-        from skyfab.cli.interpreter import hand_over
-
-        if not self.no_project:
-            hand_over(script)
-        from skyfab.cli.run_environment import ProjectSettings  # not before: another process may go on
-
-        return ProjectSettings.of(script)
-
-    def pool(
-        self, script: Path, settings: ProjectSettings, *, ranks: int | None, here: int, plugins: Sequence[Plugin]
-    ) -> Compute:
-        """The pool for a script; without hosts and inventory, with `here` ranks on this machine. Raises UsageError."""
-        from skyfab.cli.host_selection import selected
-        from skyfab.cli.run_environment import image_of, variables_of
-        from skyfab.pool.compute import Compute
-
-        hosts = self.hosts or settings.hosts
-        found, chosen = selected(hosts, self.inventory or settings.inventory)
-        if self.container:
-            chosen = tuple(host.in_container(self.container) for host in chosen)
-        if hosts is None and found.source is None:
-            ranks = ranks or here
-        image = image_of(script, self, settings, chosen, no_project=self.no_project)
-        return Compute(
-            chosen,
-            inventory=found,
-            where=self.where,
-            nodes=self.nodes,
-            ranks=ranks or "auto",
-            image=replace(image, program=str(script)),
-            plugins=plugins,
-            env=variables_of(self.env, self.env_file, settings),
-            workdir=settings.workdir if self.workdir == "auto" else self.workdir,
-        )
 
 
 @dataclass(frozen=True, kw_only=True)

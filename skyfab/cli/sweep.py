@@ -83,6 +83,7 @@ def sweep(
     from skyfab.calls.call import as_function, check_gpus
     from skyfab.cli.detach import tell_how_to_attach
     from skyfab.cli.run import parsed
+    from skyfab.cli.run_environment import pool_of, project_of
     from skyfab.cli.run_options import GpuOptions
     from skyfab.detached.sweep import LABEL
     from skyfab.host.sweep import sweep as drive
@@ -106,10 +107,10 @@ def sweep(
     words = trials_of([*values, *arguments], grid)
     count: Any = int(gpus) if gpus.isdecimal() else float(gpus) if re.fullmatch(r"0?\.\d+", gpus) else gpus
     check_gpus(count)
-    settings = options.project(script)
+    settings = project_of(options, script)
     name = name or script.stem
     options = GpuOptions(when_free=count > 0).added_to(options)
-    with options.pool(script, settings, ranks=1, here=1, plugins=[OwnPort()]) as compute:
+    with pool_of(options, script, settings, ranks=1, here=1, plugins=[OwnPort()]) as compute:
         hosts = [node.host for node in compute.hosts]
         label = f"{LABEL}{target}"
         before = _known(name, label, compute) if resume else {}

@@ -204,7 +204,8 @@ def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None,
             named = f"{hosts},{name}" if hosts else name
             hint = f"to name hosts: skyfab run --hosts={shlex.join([named, *arguments])}"
         if shutil.which(name) or (hint == "skyfab run --help" and script.suffix != ".py"):
-            hint = f"to run a program: skyfab run -- {shlex.join([target, *arguments])}"
+            given = [f"--hosts={hosts}"] if hosts else []
+            hint = f"to run a program: skyfab run {shlex.join([*given, '--', target, *arguments])}"
         raise UsageError(f"{why}: {name}", hint=hint)
     if script.suffix != ".py":
         raise UsageError(f"not a Python file (.py): {name}", hint="to run other programs: skyfab run -- COMMAND")

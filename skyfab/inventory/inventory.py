@@ -189,14 +189,10 @@ def source_of(path: Path) -> Source:
 
     Raises InventoryError if it is not readable, or ambiguous.
     """
-    if path.suffix == ".toml":
+    text = "" if path.is_dir() else read_text(path)
+    if path.suffix == ".toml" or _TOML.search(text):
         return file.SOURCE
-    if path.suffix in _ANSIBLE_SUFFIXES or path.is_dir():
-        return ansible.SOURCE
-    text = read_text(path)
-    if _TOML.search(text):
-        return file.SOURCE
-    if _ANSIBLE.search(text):
+    if path.suffix in _ANSIBLE_SUFFIXES or path.is_dir() or _ANSIBLE.search(text):
         return ansible.SOURCE
     if (line := _UNCLEAR.search(text)) and not re.search(r"\b(slots|count|cpu)\s*=", text):
         raise InventoryError(

@@ -145,7 +145,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["run", "no.py"], "error: no such file: no.py\n"),
         (
             ["run", "--hosts=node1", "--inventory=a.toml", "nosuch-smi", "-L"],
-            "hint: to run a program: skyfab run -- nosuch-smi -L\n",
+            "hint: to run a program: skyfab run --inventory=a.toml --hosts=node1 -- nosuch-smi -L\n",
         ),
         (["run", "python3", "x.py"], "no such file: python3\nhint: to run a program: skyfab run -- python3 x.py\n"),
         (

@@ -46,6 +46,7 @@ def put(
         skyfab put data --hosts=gpu
         skyfab put model.pt --hosts=node1 --to=/scratch/models/
     """
+    from skyfab._util.suggest import similar_path
     from skyfab.cli.host_selection import selected
     from skyfab.detached.written import required_folder
     from skyfab.pool.files import local_path
@@ -57,7 +58,7 @@ def put(
     if not is_there:
         if local.is_symlink():
             raise UsageError(f"broken link: {path} points to {local.readlink()}")
-        raise UsageError(f"no such file or folder: {path}")
+        raise UsageError(f"no such file or folder: {path}", hint=similar_path(local))
     with file_pool(*selected(hosts, inventory)) as compute:
         _tell(compute.upload(path, to=to))
 

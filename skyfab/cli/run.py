@@ -180,6 +180,7 @@ def _bring_back(compute: Compute, patterns: Sequence[str], mirrors: Sequence[Mir
 
 def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None, task: str = "run") -> tuple[Path, str]:
     """The script and the name of the function; for a module and a command, as `Image.program` has them."""
+    from skyfab._util.suggest import similar_path
     from skyfab.cli.put import file_errors
     from skyfab.detached.written import required_folder
 
@@ -199,7 +200,7 @@ def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None,
         is_file = script.is_file()
     if not is_file:
         why = "not a file" if script.is_dir() else "no such file"
-        hint = f"skyfab {task} --help"
+        hint = similar_path(script, ".py") or f"skyfab {task} --help"
         if arguments and arguments[0].partition(":")[0].endswith(".py"):
             named = f"{hosts},{name}" if hosts else name
             hint = f"to name hosts: skyfab run --hosts={shlex.join([named, *arguments])}"

@@ -201,13 +201,15 @@ class Run:
 
     # ---- output
 
-    def logs(self, *, follow: bool = False, rank: int | None = None) -> Iterator[tuple[int, str, str]]:
+    def logs(
+        self, *, follow: bool = False, rank: int | None = None, trouble: Trouble | None = None
+    ) -> Iterator[tuple[int, str, str]]:
         """The output of its ranks, or of `rank` alone, in the order of time: the rank, ``out`` or ``err``, the line.
 
-        With `follow`, continues until the run has ended, across lost connections.
+        With `follow`, continues until the run has ended, across lost connections; `trouble` is called for each of them.
         Raises a HostError after the lines of the other hosts if one cannot be reached.
         """
-        for line in self.lines(follow=follow, rank=rank):
+        for line in self.lines(follow=follow, rank=rank, trouble=trouble):
             yield line.rank, line.stream, line.text
 
     def lines(
@@ -224,9 +226,9 @@ class Run:
     ) -> Iterator[LogLine]:
         """Like `logs`, with times. Of earlier lines, only the last `tail`, and none from before `since`.
 
-        `follow` and `rank` are as for `logs`; `trouble` is called for each connection that is lost meanwhile; following
-        ends early once `stopped` is true. `failed` is called once for each rank that has failed while others still run,
-        with its host. With `soon`, what is known is yielded before hosts that take long are waited for.
+        `follow`, `rank` and `trouble` are as for `logs`; following ends early once `stopped` is true. `failed` is
+        called once for each rank that has failed while others still run, with its host. With `soon`, what is known is
+        yielded before hosts that take long are waited for.
         The times are those of the hosts' clocks, in seconds since 1970.
         Raises UsageError for a rank that the run does not have.
         """
@@ -259,15 +261,15 @@ class Run:
 
     # ---- result and stop
 
-    def result(self, timeout: float | None = None) -> Any:
+    def result(self, timeout: float | None = None, *, trouble: Trouble | None = None) -> Any:
         """Waits for the end, and returns what ``@`` or ``>>`` would have returned; raises what the run has raised.
 
-        Lost connections are reopened. Raises TimeoutError after `timeout` seconds, and HostLost if a host was rebooted,
-        or its agent or its folder of the run no longer exists.
+        Lost connections are reopened; `trouble` is called for each. Raises TimeoutError after `timeout` seconds, and
+        HostLost if a host was rebooted, or its agent or its folder of the run no longer exists.
         """
         until = float("inf") if timeout is None else time.monotonic() + timeout
         answers: _Answers = {}
-        with left_running(self.id[:8]), self._asker_of_all(until=until + _MOMENT) as asker:
+        with left_running(self.id[:8]), self._asker_of_all(until=until + _MOMENT, trouble=trouble) as asker:
             while True:
                 errors = self._look(asker)
                 self._check_lost()  # first: ranks on other hosts may wait for those forever

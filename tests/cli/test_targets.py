@@ -26,7 +26,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.mark.parametrize(
     ("target", "hint"),
     [
-        ("trian.py", "skyfab run --help"),
+        ("trian.py", "did you mean train.py?"),
+        ("trian.py:train", "did you mean train.py?"),
         ("my dta/x.py", "skyfab run --help"),
         ("my dat", "to run a program: skyfab run -- 'my dat'"),  # a folder has a similar name, but is not a script
         ("quite different.py", "skyfab run --help"),
@@ -41,14 +42,19 @@ def test_a_script_that_is_not_there(here: Path, target: str, hint: str) -> None:
 
 def test_names_with_spaces_are_quoted(here: Path) -> None:
     (here / "my train.py").write_text("def main(): ...\n")
-    with pytest.raises(UsageError) as caught:
-        parsed("my train.py:a b")
-    assert caught.value.hint == "skyfab run 'my train.py:main'"
+    for target, hint in {
+        "my trian.py": "did you mean 'my train.py'?",
+        "my train.py:a b": "skyfab run 'my train.py:main'",
+    }.items():
+        with pytest.raises(UsageError) as caught:
+            parsed(target)
+        assert caught.value.hint == hint
 
 
 def test_what_is_put_and_is_not_there(here: Path) -> None:
-    with pytest.raises(UsageError, match="no such file or folder: my dta"):
+    with pytest.raises(UsageError) as caught:
         put.function("my dta")
+    assert (caught.value.message, caught.value.hint) == ("no such file or folder: my dta", "did you mean 'my data'?")
     (here / "link").symlink_to("gone")
     with pytest.raises(UsageError, match="broken link: link points to gone"):
         put.function("link")

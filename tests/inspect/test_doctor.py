@@ -111,6 +111,7 @@ def test_a_clock_that_is_late(sick: tuple[Lab, Ran]) -> None:
 
 def test_a_name_server_that_does_not_answer(sick: tuple[Lab, Ran]) -> None:
     assert "more than 5 s" in sick[1].found("node3", "name")["what"]
+    assert sick[1].levels("reverse name") == {"node3": "advice"}
     assert [host for host, level in sick[1].levels("name").items() if level == "warning"] == ["node3"]
 
 

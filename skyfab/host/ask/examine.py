@@ -31,6 +31,7 @@ def examine(cache: str) -> Found:
     parts: list[tuple[float, Callable[[], Found]]] = [
         (_PATIENCE, lambda: _disk(cache)),  # a network file system may hang
         (_PATIENCE, _own_name),
+        (_PATIENCE, _client_name),
         (_PATIENCE, _login_shell),
         (_PATIENCE, _sshd),
         (_TOOLS, lambda: {"survey": survey(cache)}),
@@ -127,6 +128,19 @@ def _own_name() -> Found:
     except OSError as failed:
         error = failed.strerror or "unknown"
     return {"name_seconds": time.monotonic() - began, "name_error": error}
+
+
+def _client_name() -> Found:
+    """How long it takes to look up the name of the address that logins come from, as many sshd do at each login."""
+    address = os.environ.get("SSH_CONNECTION", "").partition(" ")[0]
+    if not address:
+        return {"reverse_seconds": 0.0}
+    began = time.monotonic()
+    try:
+        socket.gethostbyaddr(address)
+    except OSError:
+        pass  # it may have no name
+    return {"reverse_seconds": time.monotonic() - began}
 
 
 def _login_shell() -> Found:

@@ -59,6 +59,7 @@ class Facts:
     other_cache: str | None = None
     name_seconds: float | None = None
     name_error: str | None = None
+    reverse_seconds: float | None = None
     shell: str | None = None
     shell_seconds: float | None = None
     shell_said: str | None = None

@@ -543,6 +543,7 @@ def test_with_a_host_down_what_the_others_know_is_shown_soon(
             (["attach", short], "line 0 of rank 0", "half: done\n.*(\n.*)*error: node2"),
             (["stop", short], "", "error: node2"),
             (["stop", "waits"], "", "stopping on node1; may continue on node2: try again later\n(.*\n)*error: node2"),
+            (["top", "--once"], f"{short} +done", ""),
         ):
             began = time.monotonic()
             shown = skyfab(namespaces, *arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import json
 import os
 import re
 import shlex
@@ -74,10 +75,36 @@ def folder(tmp_path: Path) -> Path:
 # ---- this machine alone
 
 
-def test_without_a_terminal_it_says_what_to_type(folder: Path) -> None:
-    ran = subprocess.run([*PROGRAM, "top"], cwd=folder, capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stdout) == (2, "")
-    assert ran.stderr.startswith("error: skyfab top needs a terminal\nhint: skyfab hosts and skyfab runs ")
+def test_without_a_terminal_it_is_printed_once(folder: Path) -> None:
+    head, here = skyfab(folder, "top").splitlines()
+    assert head.split()[:3] == ["host", "address", "system"] and here.split()[0] == "here"
+    found = json.loads(skyfab(folder, "top", "--json"))
+    assert found["hosts"][0]["survey"]["cpus"] and found["runs"] == []
+
+
+def test_a_run_that_one_of_its_hosts_leaves_out_is_not_shown_without_its_part(folder: Path) -> None:
+    """A host sends only the latest runs that have ended: the state of an older one would be that of its other hosts."""
+    tables = [f'[hosts.{name}]\ntransport = "local"\ncache = "{folder}/{name}"\n' for name in ("here", "there")]
+    (folder / "inventory.toml").write_text("".join(tables))
+
+    def write(number: int, hosts: list[str]) -> None:
+        for place, host in enumerate(hosts):
+            run = folder / host / "runs" / f"{number:016x}"
+            run.mkdir(parents=True)
+            about = {"id": run.name, "name": f"run{number}", "function": "f", "hosts": hosts, "place": place}
+            more = {"ranks": [place], "world": len(hosts), "on": "all", "elastic": False}
+            (run / "about").write_text(json.dumps({**about, **more}))
+            state = "failed" if host == "here" else "done"
+            (run / "status").write_text(json.dumps({"state": state, "started": 1e9 + number}))
+            os.utime(run / "status", (1e9 + number, 1e9 + number))
+
+    write(0, ["here", "there"])
+    for number in range(1, 9):
+        write(number, ["here"])
+    shown = skyfab(folder, "top", "--once")
+    assert "no response" not in shown and "run0" not in shown and "run1" in shown
+    names = [run["name"] for run in json.loads(skyfab(folder, "top", "--json"))["runs"]]
+    assert names == [f"run{number}" for number in range(8, 0, -1)]
 
 
 @pytest.mark.parametrize("end", [b"q", b"\x03", signal.SIGTERM])

@@ -46,7 +46,7 @@ def snapshot(seen: Sequence[Seen], inventory: Inventory, *, every: float, clock:
     hosts = [one.host for one in seen]
     answered = {one.host.name for one in seen if one.heard is not None and one.error is None}
     found = runs_of([part for one in seen for part in _parts(one)], inventory, hosts, "data")
-    found = [run for run in found if not _is_older(run, answered)]
+    found = [run for run in found if not is_older(run, answered)]
     found.sort(key=lambda run: _ORDER.index(run.state) if run.state in _ORDER else len(_ORDER))  # stable: latest first
     return Snapshot(
         summary=_summary(seen, [_condition(one, every, clock) for one in seen], found),
@@ -63,7 +63,7 @@ def _parts(one: Seen) -> Sequence[Part]:
     return [replace(part, state="unreachable") if part.state == "running" else part for part in one.parts]
 
 
-def _is_older(run: Run, answered: Set[str]) -> bool:
+def is_older(run: Run, answered: Set[str]) -> bool:
     """Whether it has ended, and is no longer among the latest of a host: hosts send only some that have ended."""
     places = {part.about.place for part in run.parts}
     missing = {name for place, name in enumerate(run.hosts) if place not in places}

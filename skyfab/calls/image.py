@@ -117,4 +117,5 @@ class Image:
     @classmethod
     def of_manifest(cls, found: Manifest) -> Image:
         """The image with the packages that a script or project needs, as `found`."""
-        return cls(pip=found.pip, lock=found.lock)
+        indexes = tuple(PipIndex(url, packages) for url, packages in found.indexes.items())
+        return cls(pip=found.pip, pip_indexes=indexes, lock=found.lock)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -14,16 +14,19 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 from packaging.utils import canonicalize_name
 
-from skyfab._util import schema, toml
+from skyfab._util import toml
 from skyfab.calls.modules import folders_above
 from skyfab.errors import UsageError
 
 _BLOCK: Final = re.compile(r"(?m)^# /// script$\s(?P<content>(?:^#(?:| .*)$\s)+)^# ///$")
 """As PEP 723 has it."""
+_TORCH: Final = frozenset({"torch", "torchvision", "torchaudio"})
+_CONDITIONS: Final = frozenset({"marker", "extra", "group"})
+"""Keys of a source that say when it is used."""
 _FOR_VERSIONS: Final = frozenset(
-    {"constraint-dependencies", "exclude-newer", "index", "override-dependencies", "prerelease", "resolution"}
+    {"constraint-dependencies", "exclude-newer", "override-dependencies", "prerelease", "resolution"}
 )
-"""Settings of uv that select other versions or indexes."""
+"""Settings of uv that select other versions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,11 +36,21 @@ class Manifest:
     source: str
     """For the user: ``pyproject.toml with uv.lock``."""
     pip: tuple[str, ...] = ()
+    indexes: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """URLs of package indexes, and the packages that each of them serves."""
     lock: str | None = None
 
 
 def find(path: Path, *, script_only: bool = False) -> Manifest | None:
     """The environment of a script or folder: its own, or else the nearest project's. Raises UsageError."""
+    try:
+        return _find(path, script_only)
+    except (AttributeError, KeyError, TypeError) as error:
+        what = f"{_shown(path)}: invalid [tool.uv] or uv.lock: {error!r}"
+        raise UsageError(what, hint="uv lock") from error
+
+
+def _find(path: Path, script_only: bool) -> Manifest | None:
     script = path.absolute() if path.is_file() else None
     if script is not None and (manifest := _of_script(script)) is not None:
         return manifest
@@ -66,7 +79,7 @@ def _of_script(script: Path) -> Manifest | None:
     )
     document = _parsed(content, shown)
     lock = script.with_name(f"{script.name}.lock")
-    found = _manifest(document, shown, lock if lock.is_file() else None, packages=document)
+    found = _manifest(document, document.get("tool", {}), shown, lock if lock.is_file() else None, script.parent)
     return replace(found, source=f"{shown} (PEP 723)" + (f" with {lock.name}" if found.lock else ""))
 
 
@@ -86,7 +99,7 @@ def _of_project(file: Path) -> Manifest | None:
             hint="list them in requirements.txt, or name them with --pip=…, or run with --no-project",
         )
     lock = _lock_of(file)
-    manifest = _manifest(document, shown, lock, packages=project)
+    manifest = _manifest(project, document.get("tool", {}), shown, lock, file.parent)
     return replace(manifest, source=shown + (f" with {lock.name}" if manifest.lock and lock else ""))
 
 
@@ -101,49 +114,24 @@ def _lock_of(file: Path) -> Path | None:
 
 def _members(lock: Path) -> set[Path]:
     """The folders of this machine whose packages are in a uv.lock."""
-    sources = [one.get("source", {}) for one in _locked(lock)]
+    sources = [one.get("source", {}) for one in read(lock).get("package", [])]
     places = [source[kind] for source in sources for kind in ("virtual", "editable", "directory") if kind in source]
     return {(lock.parent / place).resolve() for place in places}
 
 
-def _manifest(document: Mapping[str, Any], shown: str, lock: Path | None, *, packages: Mapping[str, Any]) -> Manifest:
-    """Reads ``dependencies`` and ``requires-python`` of `packages`: a project, or the document of a PEP 723 block."""
-    try:
-        wanted = schema.parse(tuple[str, ...], packages.get("dependencies", []))
-        tools = schema.parse(dict[str, Any], document.get("tool", {}))
-        settings = schema.parse(dict[str, Any], tools.get("uv", {}))
-        sources = schema.parse(dict[str, Any], settings.get("sources", {}))
-    except schema.Invalid as error:
-        raise UsageError(f"{shown}: dependencies, [tool.uv] or its sources: {error}") from None
-    _check_python(packages.get("requires-python"), shown)
-    needed = [_requirement(text, shown) for text in wanted]
-    names = {canonicalize_name(one.name) for one in needed if one.marker is None or one.marker.evaluate()}
-    sourced = names & set(map(canonicalize_name, sources))
-    hint = "uv lock" if shown.endswith(".toml") else f"uv lock --script {shown}"
-    if lock is None:
-        reasons = [*(f"a source for {name}" for name in sorted(sourced)), *sorted(_FOR_VERSIONS & settings.keys())]
-        if wanted and reasons:
-            raise UsageError(f"{shown} has no lock, and its [tool.uv] has {reasons[0]}", hint=hint)
-    elif sourced and (missing := sourced - {one.get("name") for one in _locked(lock)}):
-        # The package of that name in an index would be another one.
-        what = f"{lock.name} is out of date: {shown} has a source for {min(missing)}, which is not in it"
-        raise UsageError(what, hint=hint)
-    return Manifest(shown, wanted, lock=str(lock) if lock is not None and wanted else None)
-
-
-def _locked(lock: Path) -> list[dict[str, Any]]:
-    """The packages of a uv.lock. Raises UsageError."""
-    try:
-        return schema.parse(list[dict[str, Any]], read(lock).get("package", []))
-    except schema.Invalid as error:
-        raise UsageError(f"{_shown(lock)}: package{error}", hint="uv lock") from None
-
-
-def _requirement(text: str, shown: str) -> Requirement:
-    try:
-        return Requirement(text)
-    except InvalidRequirement:
-        raise UsageError(f"{shown}: invalid requirement {text!r}", hint='as in "numpy>=2"') from None
+def _manifest(
+    document: Mapping[str, Any], tool: Mapping[str, Any], shown: str, lock: Path | None, base: Path
+) -> Manifest:
+    """Reads ``dependencies`` and ``requires-python`` of a project or PEP 723 block."""
+    wanted = document.get("dependencies", [])
+    if not isinstance(wanted, list) or not all(isinstance(text, str) for text in wanted):
+        raise UsageError(f"{shown}: dependencies must be an array of strings")
+    _check_python(document.get("requires-python"), shown)
+    sources = _Sources(tool.get("uv", {}), shown, base)
+    if lock is not None and wanted:
+        sources.check(wanted, lock)
+        return Manifest(shown, tuple(wanted), lock=str(lock))
+    return Manifest(shown, *sources.translated(wanted))
 
 
 def _check_python(wanted: object, shown: str) -> None:
@@ -157,6 +145,78 @@ def _check_python(wanted: object, shown: str) -> None:
             f"{shown} requires Python {wanted}, but skyfab runs with {here}: hosts run the same Python",
             hint=f"uvx --python '{wanted}' skyfab …",
         )
+
+
+class _Sources:
+    """[tool.uv.sources] and [[tool.uv.index]] of a project: translated if it has no uv.lock."""
+
+    def __init__(self, settings: Mapping[str, Any], shown: str, base: Path) -> None:
+        self._shown, self._base = shown, base
+        self._settings = settings
+        self._sources = {canonicalize_name(name): value for name, value in settings.get("sources", {}).items()}
+        self._indexes = {str(one.get("name", "")): one for one in settings.get("index", [])}
+
+    def check(self, wanted: Sequence[str], lock: Path) -> None:
+        """Raises UsageError if the lock lacks a package that has a source: it would come from an index."""
+        needed = [one for one in map(self._requirement, wanted) if one.marker is None or one.marker.evaluate()]
+        names = {canonicalize_name(one.name) for one in needed} & self._sources.keys()
+        if names and (missing := names - {one.get("name") for one in read(lock).get("package", [])}):
+            raise UsageError(
+                f"{lock.name} is out of date: {self._shown} has a source for {min(missing)}, which is not in it",
+                hint="uv lock" if lock.name == "uv.lock" else f"uv lock --script {self._shown}",
+            )
+
+    def translated(self, wanted: Sequence[str]) -> tuple[tuple[str, ...], dict[str, tuple[str, ...]]]:
+        """The requirements, and the indexes that serve some of them."""
+        if wanted and (named := _FOR_VERSIONS & self._settings.keys()):
+            raise self._refused(f"its [tool.uv] has {min(named)}")
+        for name, index in self._indexes.items():
+            if not index.get("explicit"):
+                raise self._refused(f"its index {name or index.get('url')} serves all packages")
+        scopes: dict[str, list[str]] = {}
+        pip = [self._one(text, scopes) for text in wanted]
+        return tuple(pip), {url: tuple(names) for url, names in scopes.items()}
+
+    def _one(self, text: str, scopes: dict[str, list[str]]) -> str:
+        requirement = self._requirement(text)
+        name = canonicalize_name(requirement.name)
+        source = self._sources.get(name)
+        differs = isinstance(source, list) or (isinstance(source, dict) and not _CONDITIONS.isdisjoint(source))
+        if source is None or (name in _TORCH and differs):  # each host has the torch that fits it
+            return text
+        if differs:
+            raise self._refused(f"{name} has several sources, or one for some cases only")
+        if "index" in source:
+            index = self._indexes.get(source["index"])
+            if index is None:
+                raise UsageError(f"{self._shown}: {name} uses the index {source['index']!r}, which it does not define")
+            scopes.setdefault(index["url"], []).append(requirement.name)
+            return text
+        extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
+        marker = f" ; {requirement.marker}" if requirement.marker else ""
+        return f"{requirement.name}{extras} @ {self._url(name, source)}{marker}"
+
+    def _requirement(self, text: str) -> Requirement:
+        try:
+            return Requirement(text)
+        except InvalidRequirement:
+            raise UsageError(f"{self._shown}: invalid requirement {text!r}", hint='as in "numpy>=2"') from None
+
+    def _url(self, name: str, source: Mapping[str, Any]) -> str:
+        inner = f"#subdirectory={source['subdirectory']}" if "subdirectory" in source else ""
+        if "git" in source:
+            revision = next((source[key] for key in ("rev", "tag", "branch") if key in source), None)
+            return f"git+{source['git']}" + (f"@{revision}" if revision else "") + inner
+        if "path" in source:
+            return Path(self._base, source["path"]).resolve().as_uri() + inner
+        if "url" in source:
+            return f"{source['url']}{inner}"
+        raise self._refused(f"{name} is a part of its workspace")
+
+    def _refused(self, why: str) -> UsageError:
+        if self._shown.endswith(".toml"):
+            return UsageError(f"{self._shown} has no uv.lock, and {why}", hint="uv lock")
+        return UsageError(f"{self._shown} has no lock, and {why}", hint=f"uv lock --script {self._shown}")
 
 
 def listed(path: Path, above: tuple[str, ...] = ()) -> list[str]:

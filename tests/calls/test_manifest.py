@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 import skyfab as sky
-from skyfab.calls.image import Image
+from skyfab.calls.image import Image, PipIndex
 from skyfab.calls.manifest import find
 
 SCRIPT = """#!/usr/bin/env python
@@ -79,7 +79,7 @@ def test_a_block_is_read_whatever_the_encoding_of_the_script(tmp_path: Path, con
         (SCRIPT.replace('"rich"', "rich"), "invalid TOML"),
         (SCRIPT.replace(">=3.10", ">=4"), f"requires Python >=4, but skyfab runs with {platform.python_version()}"),
         (SCRIPT.replace(">=3.10", "new"), "invalid requires-python: 'new'"),
-        ('# /// script\n# dependencies = "numpy"\n# ///\n', "expected an array, not a string"),
+        ('# /// script\n# dependencies = "numpy"\n# ///\n', "array of strings"),
         ('# /// script\n# dependencies = ["a b c"]\n# ///\n', "invalid requirement 'a b c'"),
     ],
 )
@@ -138,8 +138,8 @@ def test_a_lock_above_the_project_is_that_of_its_workspace(tmp_path: Path) -> No
 def test_a_lock_above_a_project_that_is_no_member_is_not_used(tmp_path: Path) -> None:
     (tmp_path / ".git").mkdir()
     write(tmp_path / "uv.lock", locked("my-app", source=MEMBER))
-    project(tmp_path / "exp", "mylib")
-    assert Image.of_project(tmp_path / "exp") == Image(pip=["mylib"])
+    project(tmp_path / "exp", "mylib", more='[tool.uv.sources]\nmylib = { path = "../lib" }\n')
+    assert Image.of_project(tmp_path / "exp") == Image(pip=[f"mylib @ {(tmp_path / 'lib').as_uri()}"])
 
 
 def test_a_lock_without_a_package_that_has_a_source_is_out_of_date(tmp_path: Path) -> None:
@@ -164,27 +164,52 @@ def test_a_scripts_lock_may_be_out_of_date_too(tmp_path: Path, monkeypatch: pyte
     assert raised.value.hint == "uv lock --script train.py"
 
 
+def test_sources_of_uv_are_translated(tmp_path: Path) -> None:
+    more = """
+[tool.uv.sources]
+one = { git = "https://git.example/one", tag = "v1", subdirectory = "py" }
+Two = { path = "libs/two" }
+three = { url = "https://files.example/three.tar.gz" }
+four = { index = "own" }
+torch = [{ index = "own", marker = "sys_platform == 'linux'" }, { index = "own", marker = "sys_platform != 'linux'" }]
+[[tool.uv.index]]
+name = "own"
+url = "https://own.example/simple"
+explicit = true
+"""
+    project(tmp_path, "one[gpu]>=1 ; python_version > '3'", "two", "three", "four", "torch", "five", more=more)
+    image = Image.of_project(tmp_path)
+    assert image.pip == (
+        'one[gpu] @ git+https://git.example/one@v1#subdirectory=py ; python_version > "3"',
+        f"two @ {(tmp_path / 'libs' / 'two').as_uri()}",
+        "three @ https://files.example/three.tar.gz",
+        *("four", "torch", "five"),
+    )
+    assert image.pip_indexes == (PipIndex("https://own.example/simple", ("four",)),)
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        ("[tool.uv.sources]\nOne = { workspace = true }\n", "a source for one"),
-        ('[[tool.uv.index]]\nname = "own"\nurl = "https://own.example"\n', "index"),
-        ('[tool.uv]\nconstraint-dependencies = ["one<2"]\n', "constraint-dependencies"),
-        ('[tool.uv]\nexclude-newer = "2025-01-01"\nprerelease = "allow"\n', "exclude-newer"),
+        ("[tool.uv.sources]\none = { workspace = true }\n", "one is a part of its workspace"),
+        ('[tool.uv.sources]\none = [{ index = "a" }, { index = "b" }]\n', "one has several sources"),
+        ('[[tool.uv.index]]\nname = "own"\nurl = "https://own.example"\n', "index own serves all packages"),
+        (
+            '[tool.uv.sources]\none = { path = "one", marker = "sys_platform == \'win32\'" }\n',
+            "one has several sources, or one for some cases only",
+        ),
+        ('[tool.uv.sources]\none = { git = "https://git.example/one", extra = "gpu" }\n', "one for some cases only"),
+        ('[tool.uv]\nconstraint-dependencies = ["one<2"]\n', r"its \[tool.uv\] has constraint-dependencies"),
+        ('[tool.uv]\nexclude-newer = "2025-01-01"\nprerelease = "allow"\n', r"its \[tool.uv\] has exclude-newer"),
     ],
 )
 def test_what_only_a_lock_can_say_is_refused_without_one(tmp_path: Path, more: str, said: str) -> None:
     project(tmp_path, "one", more=more)
-    with pytest.raises(sky.UsageError, match=rf"has no lock, and its \[tool\.uv\] has {said}\n") as raised:
+    with pytest.raises(sky.UsageError, match=said) as raised:
         Image.of_project(tmp_path)
     assert raised.value.hint == "uv lock"
     write(tmp_path / "uv.lock", locked("one"))
     assert Image.of_project(tmp_path).pip == ("one",)
-
-
-def test_a_source_of_another_package_needs_no_lock(tmp_path: Path) -> None:
-    project(tmp_path, "one", more='[tool.uv.sources]\nother = { path = "x" }\n')
-    assert Image.of_project(tmp_path) == Image(pip=["one"])
 
 
 def test_a_script_without_a_lock_is_locked_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -197,18 +222,19 @@ def test_a_script_without_a_lock_is_locked_by_its_name(tmp_path: Path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("more", "lock", "said"),
+    ("more", "lock"),
     [
-        ("[tool]\nuv = 3\n", None, "expected a table, not an integer"),
-        ("[tool.uv]\nsources = 3\n", None, "expected a table, not an integer"),
-        ('[tool.uv.sources]\none = { path = "one" }\n', "package = [1]\n", r"uv\.lock: package\[0\]: expected a table"),
+        ("[tool]\nuv = 3\n", None),
+        ("[tool.uv]\nsources = 3\n", None),
+        ('[[tool.uv.index]]\nname = "q"\nexplicit = true\n[tool.uv.sources]\none = { index = "q" }\n', None),
+        ('[tool.uv.sources]\none = { path = "one" }\n', "package = [1]\n"),
     ],
 )
-def test_malformed_settings_are_an_error(tmp_path: Path, more: str, lock: str | None, said: str) -> None:
+def test_malformed_settings_are_an_error(tmp_path: Path, more: str, lock: str | None) -> None:
     project(tmp_path, "one", more=more)
     if lock is not None:
         write(tmp_path / "uv.lock", lock)
-    with pytest.raises(sky.UsageError, match=said):
+    with pytest.raises(sky.UsageError, match=r"invalid \[tool\.uv\] or uv\.lock"):
         find(tmp_path)
 
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, SkyfabError, Unreachable
-from skyfab.host.ask.examine import examine, file_system, is_networked
+from skyfab.host.ask.examine import examine, file_system, is_networked, sshd_setting
 from skyfab.inspect.doctor import measure, pairs, report
 from skyfab.inspect.doctor.checks import findings
 from skyfab.inspect.doctor.examine import refused
@@ -38,6 +38,7 @@ FINE: dict[str, Any] = {
     "shell_seconds": 0.1,
     "shell_said": "",
     "startups": 10,
+    "sessions": 10,
     "files": 1024,
     "processes": 0,
     "kills": 0,
@@ -75,6 +76,7 @@ def test_a_good_host_has_no_findings() -> None:
         ({"shell_said": "Welcome!\nto node1"}, "shell", "warning", "'Welcome!'"),
         ({"shell_seconds": 4.5}, "shell", "advice", "3 s"),
         ({"startups": 2}, "MaxStartups", "advice", "while 2 others"),
+        ({"sessions": 1}, "MaxSessions", "warning", "1 session"),
         ({"files": 256}, "limits", "warning", "open files is 256"),
         ({"processes": 100}, "limits", "warning", "processes is 100"),
         ({"kills": 1}, "KillUserProcesses", "warning", "detached runs"),
@@ -191,6 +193,18 @@ def test_file_systems() -> None:
     assert is_networked("nfs4") and is_networked("fuse.sshfs") and not is_networked("ext4") and not is_networked("")
 
 
+def test_settings_of_sshd(tmp_path: Path) -> None:
+    """The first value counts, in the order in which files are included; those of Match are for some logins only."""
+    (tmp_path / "a.conf").write_text("MaxSessions 3\n")
+    (tmp_path / "b.conf").write_text("MaxSessions=4\nPort 22\n")
+    main = tmp_path / "sshd_config"
+    main.write_text(f"# MaxSessions 1\n\nInclude {tmp_path}/*.conf\nMaxSessions 5\nMatch User x\n  MaxAuthTries 2\n")
+    assert [sshd_setting(str(main), name) for name in ("maxsessions", "port", "maxauthtries")] == ["3", "22", None]
+    main.write_text(f"Include {main}\n")
+    assert sshd_setting(str(main), "maxsessions") is None
+    assert sshd_setting(str(tmp_path / "none"), "maxsessions") is None
+
+
 # ---- the report
 
 
@@ -259,7 +273,7 @@ def test_a_host_that_is_slower_than_its_peers_and_than_before_is_named() -> None
 
 
 def test_other_things_are_not_compared() -> None:
-    rates = {"a": {"product, by torch on cpu": 1e6}, "b": {"product, by torch on cuda": 1e13}}
+    rates = {"a": {"product, in Python": 1e6}, "b": {"product, by torch on cuda": 1e13}}
     assert {one.level for one in measure.compared(rates, {})} == {"ok"}
 
 

@@ -53,7 +53,7 @@ def put(lab: Lab, name: str, path: str, text: str, mode: int = 0o644) -> None:
 @pytest.fixture(scope="module")
 def sick() -> Iterator[tuple[Lab, Ran]]:
     """Hosts with a fault each in every section, and what doctor says."""
-    with start(5, sshd={"MaxStartups": "2:30:20"}) as lab:
+    with start(5, sshd={"MaxStartups": "2:30:20", "MaxSessions": "1"}) as lab:
         plant(lab, "node1", gpu(use=99), "echo 'GPU-0, 1, 69000'")
         plant(lab, "node2", gpu(throttled="0x0000000000000020") + "; " + gpu(1, ecc=3))
         plant(lab, "node3", BROKEN)
@@ -99,6 +99,7 @@ def test_findings_do_not_count_as_unreachable(sick: tuple[Lab, Ran]) -> None:
 
 def test_sshd(sick: tuple[Lab, Ran]) -> None:
     assert "while 2 others" in sick[1].found("node1", "MaxStartups")["what"]
+    assert sick[1].found("node1", "MaxSessions")["level"] == "warning"
 
 
 def test_a_clock_that_is_late(sick: tuple[Lab, Ran]) -> None:

@@ -171,12 +171,17 @@ def _login_shell() -> Found:
 
 
 def _sshd() -> Found:
-    """The limit of the SSH server on logins, which it shows in its title."""
+    """Limits of the SSH server: those on logins from what it shows of itself, others from its settings."""
+    found: Found = {}
     for title in _titles():
         words = title.split()
-        if title.startswith("sshd: ") and "[listener]" in words:
-            return {"startups": int(words[words.index("startups") - 1].partition("-")[0])}
-    return {}
+        if not title.startswith("sshd: ") or "[listener]" not in words:
+            continue
+        found["startups"] = int(words[words.index("startups") - 1].partition("-")[0])
+        file = words[words.index("-f") + 1] if "-f" in words else "/etc/ssh/sshd_config"
+        found["sessions"] = int(sshd_setting(file, "maxsessions") or 10)
+        break
+    return found
 
 
 def _titles() -> Iterator[str]:
@@ -186,6 +191,26 @@ def _titles() -> Iterator[str]:
                 yield file.read(4096).replace(b"\0", b" ").decode(errors="replace").strip()
         except OSError:
             continue
+
+
+def sshd_setting(file: str, name: str, depth: int = 0) -> str | None:
+    """The first value of a setting of sshd, in a file and in those that it includes."""
+    try:
+        with open(file, errors="replace") as lines:
+            words = [line.replace("=", " ", 1).split() for line in lines]
+    except OSError:
+        return None
+    for key, *values in filter(None, words):
+        if key.lower() == "match":
+            return None
+        if key.lower() == name and values:
+            return values[0]
+        if key.lower() == "include" and depth < 4:
+            inner = [path for value in values for path in sorted(glob.glob(os.path.join("/etc/ssh", value)))]
+            value = next((one for one in (sshd_setting(path, name, depth + 1) for path in inner) if one), None)
+            if value is not None:
+                return value
+    return None
 
 
 # ---- limits

@@ -39,7 +39,7 @@ _STARTUPS: Final = 10
 
 
 def sshd(report: HostReport) -> Findings:
-    """The limit of the SSH server on logins."""
+    """The limits of the SSH server on logins and sessions."""
     facts = report.facts
     if report.host.transport == "local" or report.host.inside:
         return
@@ -47,6 +47,9 @@ def sshd(report: HostReport) -> Findings:
         what = f"its sshd drops logins while {facts.startups} others have not finished (MaxStartups)"
         fix = "in /etc/ssh/sshd_config: MaxStartups 10:30:100"
         yield report.finding("login", "MaxStartups", "advice", what, fix)
+    if facts.sessions is not None and facts.sessions < 2:
+        what = f"its sshd allows {facts.sessions} session for each connection (MaxSessions)"
+        yield report.finding("login", "MaxSessions", "warning", what, "in /etc/ssh/sshd_config: MaxSessions 10")
 
 
 _WRONG: Final = 1.0

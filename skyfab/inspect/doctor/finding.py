@@ -64,6 +64,7 @@ class Facts:
     shell_seconds: float | None = None
     shell_said: str | None = None
     startups: int | None = None
+    sessions: int | None = None
     files: int | None = None
     processes: int | None = None
     kills: int | None = None

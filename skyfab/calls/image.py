@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from skyfab._util.html import ShownAsTable
 from skyfab.errors import UsageError
 from skyfab.inventory.host import checked
 
@@ -35,7 +36,7 @@ class PipIndex:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Image:
+class Image(ShownAsTable):
     """The interpreter, packages, variables and project code that a function needs.
 
     `python` is this machine's version (``"auto"``), another one (``"3.11"``), or the path of an interpreter on the
@@ -73,10 +74,13 @@ class Image:
     ``FOLDER/-m NAMES`` means the modules with these names, separated by spaces, that can be imported in the folder.
     """
 
-    def __repr__(self) -> str:
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
         given = [(each.name, getattr(self, each.name)) for each in fields(self)]
-        shown = [f"{name}={value!r}" for name, value in given if value not in ((), None, {}, "", "auto")]
-        return f"Image({', '.join(shown)})"
+        return ("field", "value"), [(name, value) for name, value in given if value not in ((), None, {}, "", "auto")]
+
+    def __repr__(self) -> str:
+        _, rows = self._table()
+        return f"Image({', '.join(f'{name}={value!r}' for name, value in rows)})"
 
     def __post_init__(self) -> None:
         if self.install not in ("auto", "push", "fetch"):

@@ -13,6 +13,7 @@ from dataclasses import replace
 from typing import Any, Final, Literal
 
 from skyfab._util import schema
+from skyfab._util.html import ShownAsTable
 from skyfab.calls.results import in_order, unpack_result
 from skyfab.detached.folder import Part, Phase, State, content_of, contradiction, question
 from skyfab.detached.logs import LogLine, LogReader
@@ -42,7 +43,7 @@ _MOMENT: Final = 10.0
 """Extra seconds for a query that is in progress when the timeout expires."""
 
 
-class Run:
+class Run(ShownAsTable):
     """A run on its hosts: its `id` and `name`, the names of its `hosts`, its `status`."""
 
     def __init__(
@@ -72,6 +73,9 @@ class Run:
 
     def __repr__(self) -> str:
         return f"<run {self.id[:8]} {self.name}: {self.state}>"
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+        return ("host", "state"), [(part.host, part.state) for part in self._parts]
 
     @property
     def parts(self) -> list[Part]:

@@ -257,19 +257,9 @@ class Resolver:
     # scopes: uv uses a package's own index only if the package is requested by name
 
     def _scoped(self, **how: Any) -> str:
-        """Resolves with each package of a PipIndex from that index, even if only another package requires it.
-
-        First requests all of them, to see which are needed; then requests only those.
-        """
+        """Resolves with each package of a PipIndex from that index, even if only another package requires it."""
         hidden = self.request.scoped - self.request.names
         needed: set[str] = set()
-        if hidden:
-            try:
-                needed = hidden & self._reached(self._compile(also=hidden, form="requirements.txt", **how))
-            except UvFailed as failed:
-                if failed.is_offline:
-                    raise  # uv has tried it several times
-                # else one that is not needed may not exist for this target
         while True:
             try:
                 text = self._compile(also=needed, **how)
@@ -282,20 +272,6 @@ class Resolver:
                     raise
             needed |= more
 
-    def _reached(self, pins: str) -> set[str]:
-        """The packages that the requested ones lead to, from uv's ``# via`` comments."""
-        parents: dict[str, set[str]] = {}
-        current = ""
-        for line in pins.splitlines():
-            if found := re.match(r"([A-Za-z0-9._-]+)==", line):
-                current = found[1]
-            elif found := re.match(r"\s+#\s+(?:via\s+)?([A-Za-z0-9._-]+)", line):
-                parents.setdefault(current, set()).add(found[1])
-        reached = set(self.request.names)
-        while more := {name for name, above in parents.items() if above & reached} - reached:
-            reached |= more
-        return reached
-
     # uv pip compile
 
     def _compile(
@@ -305,12 +281,10 @@ class Resolver:
         constraints: Sequence[str] = (),
         options: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
-        form: str = "pylock.toml",
     ) -> str:
         request = self.request
-        fixed = ["--format", form, "--no-header", "--python", sys.executable]
+        fixed = ["--format", "pylock.toml", "--generate-hashes", "--no-header", "--python", sys.executable]
         fixed += ["--python-version", self.target.python, "--python-platform", uv.platform_of(self.target)]
-        fixed += ["--generate-hashes"] if form == "pylock.toml" else ["--annotation-style", "split"]
         fixed += ["--refresh"] if self.refresh else []
         limits = [*constraints, *request.pins.constraints, *([f"torch=={request.torch}"] if request.torch else [])]
         lines = ["[project]", f'name = "{_PROJECT}"', 'version = "0"']

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Final
 
 from skyfab._util import toml
+from skyfab._util.html import ShownAsTable
 from skyfab._util.sizes import counted
 from skyfab.errors import InventoryError, UnknownHost, UsageError
 from skyfab.inventory import ansible, file, hostfile, slurm, ssh_config
@@ -29,7 +30,7 @@ _UNCLEAR: Final = re.compile(r"^\s*([^#;\s:]+:[0-9]+)\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Inventory:
+class Inventory(ShownAsTable):
     """The `hosts` by name, in the order of the file (`source`), and their `groups`; `left_out` has skipped entries.
 
     >>> inventory = Inventory.parse('[hosts."node[1-4]"]')
@@ -49,6 +50,12 @@ class Inventory:
         sizes = [(len(self.hosts), "host"), *([(len(self.groups), "group")] if self.groups else [])]
         counts = ", ".join(counted(count, noun) for count, noun in sizes)
         return f"<Inventory {self.source or 'without a file'}: {counts}>"
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+        groups = {host: [name for name, of in self.groups.items() if host in of] for host in self.hosts}
+        return ("host", "login", "groups"), [
+            (host.name, host.login, ", ".join(groups[host.name])) for host in self.hosts.values()
+        ]
 
     def __post_init__(self) -> None:
         for group, members in self.groups.items():

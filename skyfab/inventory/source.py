@@ -26,7 +26,7 @@ class Contents(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What is known about a source."""
+    """What `detect` knows about a source."""
 
     word: str
     """What users write: ``slurm``, or ``hostfile:PATH``."""

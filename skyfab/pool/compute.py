@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeVar, overload
 
+from skyfab._util.html import ShownAsTable
 from skyfab._util.signals import SIGNAL_GUARD, without_signals
 from skyfab.calls import nesting
 from skyfab.calls.call import (
@@ -53,7 +54,7 @@ from skyfab.pool.handles import Actors, Handle
 from skyfab.pool.host_choice import HostChoice
 from skyfab.pool.images import HostImages
 from skyfab.pool.map import MapCall
-from skyfab.pool.node import Node
+from skyfab.pool.node import TABLE, Node
 from skyfab.pool.nodes import Nodes, named, open_all, tell_files
 from skyfab.pool.package_relay import deliver
 from skyfab.pool.project_sync import ProjectSync
@@ -96,7 +97,7 @@ _open_pools: Final[weakref.WeakSet[Compute]] = weakref.WeakSet()
 """Those of this process."""
 
 
-class Compute:
+class Compute(ShownAsTable):
     """A pool of hosts. Use it in a ``with`` block: at its end, all of the pool's processes on the hosts are stopped.
 
     >>> import skyfab as sky
@@ -203,6 +204,11 @@ class Compute:
         hosts = self.selected
         names = ", ".join(host.name for host in hosts[:8]) + (", …" if len(hosts) > 8 else "")
         return f"<Compute {names or 'of a provider'}: {'open' if self._open else 'not open'}>"
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+        if self._open:
+            return TABLE, [node.row for node in self.hosts]
+        return TABLE, [(host.name, host.login, "–", "–", "–", "not connected") for host in self.selected]
 
     # ---- opening and closing
 

@@ -10,6 +10,7 @@ from concurrent.futures._base import CANCELLED, PENDING, RUNNING
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Final, TypeVar
 
+from skyfab._util.html import ShownAsTable
 from skyfab._util.signals import SIGNAL_GUARD, GuardedFuture
 from skyfab.errors import UsageError
 from skyfab.pool.node import Node
@@ -31,7 +32,7 @@ def refuse_to_block() -> None:
     refuse_to_wait()
 
 
-class CallFuture(GuardedFuture):
+class CallFuture(GuardedFuture, ShownAsTable):
     """The future of a call. Cancelling it stops the call on the host."""
 
     def __init__(self) -> None:
@@ -57,6 +58,9 @@ class CallFuture(GuardedFuture):
 
     def __repr__(self) -> str:
         return f"<Future of {self.label}: {self.state}>" if self.label else f"<Future: {self.state}>"
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+        return ("call", "host", "state"), [(self.label, self.node.name if self.node else "–", self.state)]
 
     def result(self, timeout: float | None = None) -> Any:
         with SIGNAL_GUARD, self._waiting():

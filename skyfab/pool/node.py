@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol
 
+from skyfab._util.html import ShownAsTable
 from skyfab.calls.pack import PackedCall, PackedFunction, parts_of
 from skyfab.errors import CallCancelled, HostError, HostLost, UsageError
 from skyfab.inventory.host import Host
@@ -30,6 +31,8 @@ if TYPE_CHECKING:
     import fabric
     import torch
 
+TABLE: Final = ("host", "login", "Python", "platform", "GPUs", "state")
+"""The head of the table that shows nodes."""
 _FUNCTIONS: Final = 256
 """Functions that a host caches; the least recently used is dropped first."""
 
@@ -105,7 +108,7 @@ class Owner:
         node.lost = error
 
 
-class Node:
+class Node(ShownAsTable):
     """One host of the pool: `name`, `host`, `agent` (what the agent reported), `connection`.
 
     It is the listener of its own session.
@@ -159,6 +162,16 @@ class Node:
 
     def __repr__(self) -> str:
         return f"<Host {self.name}: {self.state}>"
+
+    @property
+    def row(self) -> Sequence[object]:
+        """The cells of `TABLE` for it."""
+        agent = self.session.agent
+        known = ("–", "–", "–") if agent is None else (agent.python, agent.platform, len(self.gpus))
+        return (self.name, self.host.login, *known, self.state)
+
+    def _table(self) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
+        return TABLE, [self.row]
 
     @property
     def gpus(self) -> tuple[int, ...]:

@@ -72,6 +72,7 @@ def test_a_run_is_described_by_its_hosts(two: Hosts) -> None:
     assert run.last == f"step 3 {'x' * 193}", "the first that a framework did not write, if it is short"
     assert run.failed == [("b", 1), ("a", 0)], "in the order of time"
     assert repr(run) == "<run 01234567 night: done>"
+    assert "<td>b</td><td>done</td>" in run._repr_html_().replace("\n", "")
 
 
 def test_parts_are_in_the_order_of_hosts_and_runs_in_that_of_time(two: Hosts) -> None:

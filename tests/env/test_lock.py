@@ -341,6 +341,52 @@ def test_mistakes_in_an_image_are_named(image: Image, said: str) -> None:
     assert caught.value.exit_code == 2
 
 
+# ---- what is older than the newest
+
+
+def older(lock: Lock) -> str:
+    *_, last = lock.text.splitlines()
+    return last.removeprefix("# older than the newest version: ") if last.startswith("#") else ""
+
+
+def test_a_package_without_a_wheel_of_its_newest_version_is_named(native: Index) -> None:
+    native.add("native", "3.0", tag="cp312-cp312-manylinux_2_17_x86_64")
+    why = "native==3.0 has no wheels with a matching Python implementation tag"
+    assert older(lock_of("native", target=replace(HOST, libc="glibc 2.28"))) == f"native 1.0 ({why})"
+    assert older(lock_of("native")) == f"native 2.0 ({why})"
+    native.add("native", "3.0", tag="cp311-cp311-manylinux_2_35_x86_64")
+    why = "native>=2.0 has no wheels with a matching platform tag"
+    assert older(lock_of("native", target=replace(HOST, libc="glibc 2.28"), upgrade=True)) == f"native 1.0 ({why})"
+    assert older(lock_of("native", upgrade=True)) == ""
+
+
+def test_a_package_that_another_one_holds_back_is_named(index: Index, private: Index) -> None:
+    """Also if an older version of the other one would not, and if only another package requires that one."""
+    for version in ("1.0", "2.0"):
+        index.add("lib", version)
+        index.add("python-x", version, python=">=3.12" if version == "2.0" else "")
+    index.add("app", "1.0")
+    index.add("app", "2.0", requires=["mid"])
+    index.add("mid", "1.0", requires=["lib<2"])
+    lock = lock_of("app", "lib", "python-x")
+    assert chosen(lock) == {"app": "2.0", "lib": "1.0", "mid": "1.0", "python-x": "1.0"}
+    assert older(lock) == (
+        "lib 1.0 (all versions of mid depend on lib<2), python-x 1.0 (python-x==2.0 requires Python >=3.12)"
+    )
+    assert older(lock_of("app")) == "", "only what was requested is named"
+    private.add("app", "1.5", requires=["lib<2"])
+    scoped = (PipIndex(private.secret_url, ("app",)),)
+    assert older(lock_of("app", "lib", scoped=scoped)) == "lib 1.0 (all versions of app depend on lib<2)"
+
+
+def test_what_the_user_excludes_is_not_named(index: Index) -> None:
+    index.add("app", "1.0")
+    index.add("app", "2.0")
+    for wanted in ("app<2", "app==1.0", "app!=2.0"):
+        lock = lock_of(wanted)
+        assert (chosen(lock), older(lock)) == ({"app": "1.0"}, "")
+
+
 # ---- what goes wrong
 
 

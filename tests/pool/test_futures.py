@@ -66,9 +66,9 @@ def test_a_callback_runs_on_a_thread_of_its_own(future: CallFuture) -> None:
 
 def test_it_says_where_its_call_is(future: CallFuture) -> None:
     future.label = "f"
-    assert repr(future) == "<Future of f: waiting>"
+    assert repr(future) == "<Future of f: waiting>" and "<td>–</td>" in future._repr_html_()
     future.node = SimpleNamespace(name="node1")  # type: ignore[assignment]
-    assert repr(future) == "<Future of f: running>"
+    assert repr(future) == "<Future of f: running>" and "<td>node1</td>" in future._repr_html_()
     future.settle(None, ValueError())
     assert repr(future) == "<Future of f: raised ValueError>"
     assert (done := CallFuture()).cancel() and repr(done) == "<Future: cancelled>"

@@ -11,6 +11,7 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
+from skyfab.pool.futures import CallFuture
 
 
 @sky.function
@@ -29,13 +30,22 @@ def fail() -> None:
     raise KeyError("x")
 
 
+def cells(value: Any) -> str:
+    found: str = value._repr_html_()
+    assert found.startswith("<table>") and found.endswith("</table>")
+    return found
+
+
 def test_a_pool_and_its_hosts(open_pool: Callable[..., sky.Compute]) -> None:
     pool = open_pool("local", count=2)
     assert repr(pool) == "<Compute here1, here2: open>"
     assert repr(pool.hosts[0]) == "<Host here1: ready>"
+    assert cells(pool).count("<tr>") == 3
+    assert "<td>ready</td>" in cells(pool.hosts[0])
     hosts = pool.hosts
     pool.close()
     assert repr(pool) == "<Compute here1, here2: not open>"
+    assert "not connected" in cells(pool)
     assert repr(hosts[0]) == "<Host here1: closed>"
 
 
@@ -44,15 +54,23 @@ def test_a_pool_of_many_hosts_is_shown_in_one_line() -> None:
     assert repr(pool) == "<Compute node0, node1, node2, node3, node4, node5, node6, node7, …: not open>"
 
 
+def test_text_is_escaped() -> None:
+    future = CallFuture()
+    future.label = "<script>"
+    assert "<script>" not in cells(future)
+
+
 def test_an_image_shows_what_was_said_and_no_secret() -> None:
     image = sky.Image(pip=["torch"], env={"TOKEN": "hush"})
     assert repr(image) == "Image(pip=('torch',), env={'TOKEN': [secret]})"
+    assert "hush" not in cells(image)
     assert repr(sky.Image()) == "Image()"
 
 
 def test_an_inventory() -> None:
     inventory = sky.Inventory(hosts={"node1": sky.Host(name="node1", address="10.0.0.1")}, groups={"gpu": ("node1",)})
     assert repr(inventory) == "<Inventory without a file: 1 host, 1 group>"
+    assert "<td>gpu</td>" in cells(inventory)
 
 
 # ---- await

@@ -113,6 +113,24 @@ def test_progress_is_one_display_that_is_updated_in_place(notebook: Notebook) ->
     assert "·" not in printed(outputs) + printed(outputs, "stderr")
 
 
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("compute", "<Compute local: open>"),
+        ("compute.hosts[0]", "<Host local: ready>"),
+        ("future = work(0) > compute; future.result(); future", "<Future of work: done>"),
+        ("sky.Image(pip=['numpy'])", "Image("),
+        ("compute.inventory", "Inventory"),
+        ("run = compute.launch(work(0)); run.result(); run", "<run "),
+    ],
+)
+def test_values_are_shown_as_tables(notebook: Notebook, code: str, shown: str) -> None:
+    (result,) = of_type(notebook.execute(code), "execute_result")
+    html = result["data"]["text/html"]
+    assert html.startswith("<table>") and html.endswith("</table>")
+    assert shown in result["data"]["text/plain"]
+
+
 def test_a_rank_that_fails_shows_its_lines_and_the_cause_last(notebook: Notebook) -> None:
     outputs = notebook.execute("""
 @sky.function

@@ -7,6 +7,7 @@ from typing import Annotated
 
 from skyfab.cli.command import Hosts, InventoryFile, Json, Option, command
 from skyfab.cli.report import print_json
+from skyfab.errors import UsageError
 from skyfab.ui.terminal import is_rich
 
 
@@ -17,6 +18,7 @@ def doctor(
     measure: Annotated[
         bool, Option("measure CPUs, GPUs, memory and the network between all pairs, for about 15 seconds")
     ] = False,
+    paste: Annotated[bool, Option("print a report to paste into an issue, without names and addresses")] = False,
     json_: Json = False,
 ) -> int:
     """Check hosts and the network between them, and suggest fixes.
@@ -30,16 +32,24 @@ def doctor(
         skyfab doctor node1
         skyfab doctor --hosts=gpu --measure
     """
+    from skyfab import __version__
     from skyfab.cli.host_selection import asking, selected
     from skyfab.inspect.doctor import report
     from skyfab.inspect.doctor.examine import examined
 
+    if json_ and paste:
+        raise UsageError("--json and --paste cannot be combined", hint="use one of them")
     known, chosen = selected(hosts, inventory, quiet=json_)
     show = not json_ and is_rich(sys.stdout, sys.stderr)
     with asking(chosen, known, show=show) as asker:
         found = examined(asker, measured=measure)
     if json_:
         print_json(found)
+    elif paste:
+        import getpass
+
+        people = [getpass.getuser(), *(name for one in found for name in one.people)]
+        print(report.pasted(found, chosen, known, people, __version__))
     else:
         is_file = known.source is not None and known.source.suffix == ".toml"
         for line in report.lines(found, len(chosen), str(known.source) if is_file else "inventory.toml"):

@@ -176,5 +176,5 @@ def _failure(name: str, about: Mapping[str, Any], host: Host) -> SkyfabError:
     number = about.get("errno")
     hint = CACHE_HINT if number in _STORAGE else None
     if not isinstance(number, int):
-        hint = "please report this, with the output of skyfab doctor"
+        hint = "please report this, with the output of skyfab doctor --paste"
     return HostUnfit(f"{name} failed: {str(about['error'])[:4000]}", host=host.name, hint=hint)

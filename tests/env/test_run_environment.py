@@ -92,6 +92,16 @@ def test_a_line_names_what_was_built_from_source(run: Run, app: Path, index: Ind
     assert "node1: built from source on this machine: stone 2.0\n" in ran.stderr
 
 
+def test_a_line_names_what_is_older_than_the_newest_and_why(run: Run, app: Path, index: Index) -> None:
+    for version, options in (("1.0", {}), ("2.0", {"python": ">=3.99"})):
+        index.add("lamp", version, **options)
+        index.add("bulb", version)
+    write(app / "train.py", "import lamp\n")
+    ran = run("--pip=lamp,bulb", "train.py")
+    assert ran.returncode == 0, ran.stderr
+    assert "node1: older than the newest version: lamp 1.0 (lamp==2.0 requires Python >=3.99)\n" in ran.stderr
+
+
 BOARD = """
 import argparse, http.server
 
@@ -460,20 +470,14 @@ plugins = ["torch"]
     )
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("rank = 2", ': unknown key "rank"'),
-        ("ranks = 0", " ranks: "),
-        ('env = ["A"]', " env: "),
-        ("pip = 3", " pip: "),
-        ('setup = ["a"]', " setup: "),
-    ],
-)
-def test_a_mistake_in_the_settings_is_named(app: Path, line: str, said: str) -> None:
-    pyproject(app, more=f"[tool.skyfab]\n{line}\n")
-    with pytest.raises(sky.UsageError, match=rf"pyproject\.toml: \[tool\.skyfab\]{said}"):
+def test_every_mistake_in_the_settings_is_told_at_once(app: Path) -> None:
+    pyproject(app, more='[tool.skyfab]\nrank = 2\nranks = 0\nenv = ["A"]\npip = 3\nxyz = 1\nsetup = ["a"]\n')
+    with pytest.raises(sky.UsageError, match=r"pyproject\.toml: \[tool\.skyfab\]") as raised:
         ProjectSettings.of(app / "train.py")
+    _, *told = raised.value.message.splitlines()
+    assert [line.split()[0] for line in told] == ["unknown", "ranks:", "env:", "pip:", "unknown", "setup:"]
+    assert told[0].strip() == 'unknown key "rank" (did you mean ranks?)'
+    assert '"xyz" (known keys: hosts, ' in told[4]
     write(app / "pyproject.toml", "tool.skyfab = 3\n")
     with pytest.raises(sky.UsageError, match=r"\[tool.skyfab\] must be a table, not an integer"):
         ProjectSettings.of(app / "train.py")

@@ -18,6 +18,7 @@ from skyfab.inspect.doctor.checks import findings
 from skyfab.inspect.doctor.examine import refused
 from skyfab.inspect.doctor.finding import EXAMINE, Facts, Finding, HostReport, worst
 from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
 from skyfab.session.question import Reply
 
 HOST = Host(name="node1", address="10.0.0.11")
@@ -235,6 +236,28 @@ def test_advice_does_not_count_as_failure() -> None:
     assert report.exit_code(found) == 0 and worst(found) == "advice"
     assert report.state(found) == "fine, 1 suggestion"
     assert report.exit_code([*found, finding()]) == 1
+
+
+def test_what_is_pasted_has_no_names() -> None:
+    found = [
+        finding(host="gpu-7 → gpu-8", what="gpu-8 at 10.1.2.3 or fe80::1:2 of ada in /home/ada.b/x, adamant"),
+        finding(host="gpu-8", what="bob@eight.example.com through gate.example.com: root may"),
+        finding(host="gpu-7", what="eve@gate.example.com refused it"),
+        finding(host="gpu-8", what="carol@gate.acme.example refused it"),
+    ]
+    hosts = [
+        Host(name="gpu-7", jump="eve@gate.example.com:22"),
+        Host(name="gpu-8", address="eight.example.com", user="bob", jump="gateway"),
+    ]
+    gateway = Host(name="gateway", address="gate.acme.example", user="carol")
+    inventory = Inventory(hosts={host.name: host for host in (*hosts, gateway)})
+    text = report.pasted(found, hosts, inventory, ["ada", "", "root"], "1.0")
+    assert "host2 disk/disk warning: [user]@host2 through [jump host]: root may" in text
+    assert text.count("[user]@[jump host] refused it") == 2
+    assert (
+        "host1 → host2 disk/disk warning: host2 at [address] or [address] of [user] in /home/[user]/x, adamant" in text
+    )
+    assert text.startswith("```\nskyfab 1.0, ") and text.endswith("\n```")
 
 
 # ---- pairs and measurements

@@ -155,6 +155,14 @@ def test_the_report_and_the_fix(sick: tuple[Lab, Ran], tmp_path: Path) -> None:
     assert "disk     fine" in doctor(inventory, "node2").out
 
 
+def test_what_is_pasted(sick: tuple[Lab, Ran]) -> None:
+    lab, _ = sick
+    done = doctor(lab.inventory, "node1", "root@127.0.0.1:1", "--paste")
+    assert done.code == 3
+    assert "host1 GPUs/in use advice: GPU 0 is in use" in done.out and "host2 login/reachability failure: " in done.out
+    assert "node1" not in done.out and "127.0.0.1" not in done.out
+
+
 # ---- between hosts
 
 

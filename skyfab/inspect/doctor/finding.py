@@ -33,6 +33,8 @@ class Finding:
     fix: str = ""
     setting: tuple[str, str] | None = None
     """A key of the host in the inventory and its value in TOML, which are the fix or part of it."""
+    people: tuple[str, ...] = ()
+    """Names of users in it, which an issue does not need."""
 
 
 def worst(findings: Iterable[Finding]) -> Level:
@@ -90,7 +92,9 @@ class HostReport:
         fix: str = "",
         setting: tuple[str, str] | None = None,
     ) -> Finding:
-        return Finding(section, check, self.host.name, level, what, fix, setting)
+        people = (self.facts.user, *(one.user for gpu in self.survey.gpus for one in gpu.processes if one.user))
+        named = tuple(dict.fromkeys(name for name in people if name in what + fix))
+        return Finding(section, check, self.host.name, level, what, fix, setting, named)
 
 
 def _parse(host: Host, replies: Iterator[Reply]) -> HostReport:

@@ -1,14 +1,25 @@
-"""Formats findings for people: sections with their state, and fixes."""
+"""Formats findings for people: sections with their state, and fixes; also without names, for an issue."""
 
 from __future__ import annotations
 
+import platform
+import re
+import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from typing import Final
 
 from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted
+from skyfab.errors import InventoryError
 from skyfab.inspect.doctor.finding import LEVELS, SECTIONS, Finding, worst
 from skyfab.inventory.file import bare
+from skyfab.inventory.host import Host
+from skyfab.inventory.inventory import Inventory
 from skyfab.ui.terminal import clean
+
+_IPV4: Final = r"\b[0-9]{1,3}(?:\.[0-9]{1,3}){3}\b"
+_IPV6: Final = r"(?<![\w:])(?:[0-9a-fA-F]{0,4}:){2,7}[0-9a-fA-F]{0,4}(?![\w:])"
 
 
 def lines(findings: Sequence[Finding], hosts: int, inventory: str = "inventory.toml") -> Iterator[str]:
@@ -60,3 +71,40 @@ def exit_code(findings: Sequence[Finding]) -> int:
     if any(one.section == "login" and one.level == "failure" for one in findings):
         return 3
     return 1 if worst(findings) in ("warning", "failure") else 0
+
+
+# ---- for an issue
+
+
+def pasted(
+    findings: Sequence[Finding], hosts: Sequence[Host], inventory: Inventory, people: Iterable[str], version: str
+) -> str:
+    """A block for an issue, without names of hosts and users, addresses and home folders."""
+    redact = Redaction(hosts, inventory, people)
+    system = f"{platform.system()} {platform.release()}, Python {platform.python_version()}"
+    found = [f"{redact(one.host)} {one.section}/{one.check} {one.level}: {redact(one.what)}" for one in findings]
+    return "\n".join(["```", f"skyfab {version}, {system}, {sys.platform}", *found, "```"])
+
+
+class Redaction:
+    """Replaces private names and values. What a host prints itself may have more: read it before you post it."""
+
+    def __init__(self, hosts: Sequence[Host], inventory: Inventory, people: Iterable[str]) -> None:
+        """`hosts` are numbered; `people` are names of users."""
+        jumps: list[Host] = []
+        for host in hosts:
+            with suppress(InventoryError):  # jump hosts that form a loop
+                jumps += inventory.jump_chain(host)
+        users = {*people, *(host.user or "" for host in (*hosts, *jumps))} - {"", "root"}
+        self._words = dict.fromkeys(users, "[user]")
+        for hop in jumps:
+            self._words |= dict.fromkeys((hop.name, hop.destination), "[jump host]")
+        for number, host in enumerate(hosts, 1):
+            self._words |= dict.fromkeys((host.name, host.destination), f"host{number}")
+
+    def __call__(self, text: str) -> str:
+        text = clean(text, colour=False)
+        for word in sorted(self._words, key=len, reverse=True):
+            text = re.sub(rf"(?<![\w-]){re.escape(word)}(?![\w-])", self._words[word], text)
+        text = re.sub(r"/(home|Users|export/home)/[^/\s'\"]+", r"/\1/[user]", text)
+        return re.sub(f"{_IPV4}|{_IPV6}", "[address]", text)

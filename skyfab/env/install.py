@@ -192,6 +192,8 @@ class Installation:
         """Builds the environment, unless another process was faster. Raises ScriptFailed with uv's output."""
         if built := [f"{wheel.package} {wheel.version}" for wheel in self.lock.wheels if is_built(wheel)]:
             self.report.note(f"built from source on this machine: {', '.join(built)}")
+        if older := re.search("^# (older than the newest version: .*)", self.lock.text, re.MULTILINE):
+            self.report.note(older[1])
         pushed, python_there = self._pushed()
         text = self.lock.placed(lambda wheel: f"../{wheel.sha256}/{wheel.filename}" if wheel in pushed else None)
         listed = Package.of_text("pylock.toml", text)

@@ -9,6 +9,7 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -71,6 +72,9 @@ _ANY_BUILD = {"UV_TORCH_BACKEND": ""}
 _FOR_GPUS = re.compile(r"nvidia-|cuda-|triton$|pytorch-triton")
 """Names of packages that a torch for GPUs requires."""
 _WORD = r"(?<![\w-]){}(?![\w-])"  # the name of a package in what uv says
+_UNFIT = r"(?<![\w.-]){}[=<>]\S+ (?:has no wheels with a matching [\w ]+\b|requires Python [^\s,]+)"
+_HELD = rf"(?:all versions of )?(?<![\w.-])(?!{_PROJECT})[\w.-]+(?:[=<>]\S+)? depends? on {{}}[<=!~]\S*[^\s.,]"
+"""uv's reasons against newer versions of a package, other than what the user has requested."""
 _BUILDS = 8
 """Versions of torch that are tried from each index."""
 
@@ -153,11 +157,14 @@ class Resolver:
         self.target = request.target
         self.environ = uv.environment()
         self.refresh = refresh
+        self._again: partial[str]
+        """Repeats the last resolution."""
 
     def run(self) -> str:
         """Returns the pylock.toml. Raises LockError with uv's reason."""
         try:
-            return self._torch()
+            text = self._torch()
+            return text + self._older(text)
         except UvFailed as failed:
             request, why = self.request, str(failed).replace(_PROJECT, "your image")
             names = [canonicalize_name(requirement(text).name) for text in request.pip]
@@ -216,6 +223,7 @@ class Resolver:
                     builds = [name for name in scope.packages if name in packages]
                     wrong = [name for name in builds if not self._suits(name, packages, large=large)]
                     if not wrong:
+                        self._again = alone._again
                         return text
                     if "+" not in packages.get("torch", ""):
                         break  # an index such as PyPI: older versions are built for the same devices
@@ -257,20 +265,64 @@ class Resolver:
     # scopes: uv uses a package's own index only if the package is requested by name
 
     def _scoped(self, **how: Any) -> str:
-        """Resolves with each package of a PipIndex from that index, even if only another package requires it."""
+        """Resolves with each package of a PipIndex from that index, even if only another package requires it.
+
+        First requests all of them, to see which are needed; then requests only those.
+        """
         hidden = self.request.scoped - self.request.names
         needed: set[str] = set()
+        if hidden:
+            try:
+                needed = hidden & self._reached(self._compile(also=hidden, form="requirements.txt", **how))
+            except UvFailed as failed:
+                if failed.is_offline:
+                    raise  # uv has tried it several times
+                # else one that is not needed may not exist for this target
         while True:
             try:
                 text = self._compile(also=needed, **how)
                 more = (hidden - needed) & _names(text)
                 if not more:
+                    self._again = partial(self._compile, also=needed, **how)
                     return text
             except UvFailed as failed:
                 more = {name for name in hidden - needed if re.search(_WORD.format(name), str(failed))}
                 if failed.is_offline or not more:
                     raise
             needed |= more
+
+    def _reached(self, pins: str) -> set[str]:
+        """The packages that the requested ones lead to, from uv's ``# via`` comments."""
+        parents: dict[str, set[str]] = {}
+        current = ""
+        for line in pins.splitlines():
+            if found := re.match(r"([A-Za-z0-9._-]+)==", line):
+                current = found[1]
+            elif found := re.match(r"\s+#\s+(?:via\s+)?([A-Za-z0-9._-]+)", line):
+                parents.setdefault(current, set()).add(found[1])
+        reached = set(self.request.names)
+        while more := {name for name, above in parents.items() if above & reached} - reached:
+            reached |= more
+        return reached
+
+    def _older(self, text: str) -> str:
+        """A comment that names the requested packages of which there is a newer version, and why it was not chosen.
+
+        uv has the reason: it is asked for a newer version beside those of the other packages, from its cache alone.
+        """
+        chosen = {one["name"]: one.get("version", "") for one in toml.loads(text).get("packages", [])}
+        how, found = self._again.keywords, []
+        for name in sorted(self.request.names & chosen.keys()) if not self.request.pins.constraints else ():
+            newer = f"{name}>{chosen[name].partition('+')[0]}"
+            pins = [f"{other}=={version}" for other, version in chosen.items() if version and other != name]
+            pins += how.get("constraints", ())
+            try:
+                self._again(also=how["also"] | {newer}, constraints=pins, offline=True)
+            except UvFailed as failed:
+                said = " ".join(str(failed).split())
+                whys = re.findall(_UNFIT.format(name), said)[-1:] or re.findall(_HELD.format(name), said)[:1]
+                found += [f"{name} {chosen[name]} ({why})" for why in whys]
+        return f"# older than the newest version: {', '.join(found)}\n" if found else ""
 
     # uv pip compile
 
@@ -281,11 +333,14 @@ class Resolver:
         constraints: Sequence[str] = (),
         options: Sequence[str] = (),
         env: Mapping[str, str] | None = None,
+        form: str = "pylock.toml",
+        offline: bool = False,
     ) -> str:
         request = self.request
-        fixed = ["--format", "pylock.toml", "--generate-hashes", "--no-header", "--python", sys.executable]
+        fixed = ["--format", form, "--no-header", "--python", sys.executable]
         fixed += ["--python-version", self.target.python, "--python-platform", uv.platform_of(self.target)]
-        fixed += ["--refresh"] if self.refresh else []
+        fixed += ["--generate-hashes"] if form == "pylock.toml" else ["--annotation-style", "split"]
+        fixed += ["--offline"] if offline else ["--refresh"] if self.refresh else []
         limits = [*constraints, *request.pins.constraints, *([f"torch=={request.torch}"] if request.torch else [])]
         lines = ["[project]", f'name = "{_PROJECT}"', 'version = "0"']
         lines += [f"dependencies = {toml.dumps([*request.pip, *sorted(also)])}"]

@@ -16,8 +16,9 @@ from stage.projects import inventory, skyfab
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.cli.run_environment import ProjectSettings, image_of, plugins_of, read_file, variables_of
-from skyfab.cli.run_options import ImageOptions
+from skyfab.cli.image_options import ImageOptions
+from skyfab.cli.project_settings import ProjectSettings
+from skyfab.cli.run_environment import image_of, plugins_of, read_file, variables_of
 from skyfab.env import uv
 from skyfab.lab import Lab
 

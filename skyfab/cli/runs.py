@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from skyfab.ui.terminal import clean, clean_lines, settled
 
 if TYPE_CHECKING:
     from skyfab.detached.run import Run
+    from skyfab.inventory.inventory import Inventory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,18 +57,21 @@ def runs(hosts: Hosts = None, inventory: InventoryFile = None, json_: Json = Fal
         skyfab runs node1
         skyfab runs --hosts=gpu --json
     """
-    found, errors = _survey(hosts, inventory, None if json_ else show_runs)
+    from skyfab.detached.noted import used_last
+
+    known, found, errors = _survey(hosts, inventory, None if json_ else show_runs)
     if json_:
         report.print_json([facts_of(run) for run in found])
     elif not found and not errors:
-        print("no runs found; for other hosts: --inventory=FILE", file=sys.stderr)
+        other = shlex.quote(used_last(known) or "FILE")
+        print(HINTS.adapted(f"no runs found; for other hosts: skyfab runs --inventory={other}"), file=sys.stderr)
     return report.print_errors(errors)
 
 
 def _survey(
     hosts: str | None, inventory: str | None, show: Callable[[Sequence[Run]], None] | None
-) -> tuple[list[Run], list[SkyfabError]]:
-    """The runs on the inventory's hosts and this machine, and the errors of hosts that do not answer.
+) -> tuple[Inventory, list[Run], list[SkyfabError]]:
+    """The inventory, the runs on its hosts and this machine, and the errors of hosts that do not answer.
 
     `show` is called with the runs; with those that are known first, if some hosts take long.
     """
@@ -87,7 +92,7 @@ def _survey(
         found, errors = survey(asker, enough=None if show is None else show_known)
     if show is not None:
         show([run for run in found if shown.get(run.id) != run.silent])
-    return found, errors
+    return known, found, errors
 
 
 def show_runs(found: Sequence[Run]) -> None:
@@ -315,7 +320,7 @@ def _stop_all(hosts: str | None, inventory: str | None, *, yes: bool) -> int:
     def running(found: Sequence[Run]) -> list[Run]:
         return [run for run in found if run.state == "running"]
 
-    found, errors = _survey(hosts, inventory, lambda found: show_runs(running(found)))
+    _, found, errors = _survey(hosts, inventory, lambda found: show_runs(running(found)))
     if found := running(found):
         question = f"stop {counted(len(found), 'run')}? [y/N] "
         if not yes and answer(question, "add --yes").lower() not in ("y", "yes"):

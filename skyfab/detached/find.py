@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from skyfab._util.suggest import did_you_mean
 from skyfab.detached.folder import Part, question
+from skyfab.detached.noted import used_last
 from skyfab.detached.run import Results, Run
 from skyfab.errors import SkyfabError, UsageError
 from skyfab.inventory.host import LOCAL, Host
@@ -135,6 +137,8 @@ def _find(
     if errors:
         raise errors[0]
     near = did_you_mean(id, [*(run.id[: max(8, len(id))] for run in found), *(run.name for run in found)])
+    if other := used_last(asker.inventory):
+        near = near or f"the last run used another inventory: the same command with --inventory={shlex.quote(other)}"
     if not is_named and asker.inventory.source is None:
         hint = near or "set SKYFAB_INVENTORY, or name its hosts: --hosts=…"
         raise UsageError(f"no run {id!r} on this machine (no inventory loaded)", hint=hint)

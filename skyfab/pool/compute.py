@@ -34,6 +34,7 @@ from skyfab.calls.project import Project
 from skyfab.calls.refs import Ref, put
 from skyfab.calls.stream import Stream
 from skyfab.detached.find import attach, runs
+from skyfab.detached.noted import note_used
 from skyfab.detached.run import Run
 from skyfab.errors import UsageError
 from skyfab.files.transfer import Report
@@ -526,6 +527,7 @@ class Compute(ShownAsTable):
         return self._launched(detacher, nodes)
 
     def _launched(self, detacher: Detacher, nodes: Sequence[Node]) -> Run:
+        note_used(self.inventory)
         return attach(detacher.id, [node.host for node in nodes], inventory=self.inventory, results=self._results)
 
     def wait_for_ranks(self, timeout: float) -> None:

@@ -522,6 +522,29 @@ def test_a_run_beside_another_one_has_what_was_sent_for_it(here: Path, listed: P
     assert skyfab(here, "stop", "--all", "--yes", "--hosts=node1", inventory=listed).returncode == 0
 
 
+@pytest.mark.slow
+def test_a_run_that_is_not_found_may_be_of_the_inventory_that_was_used_last(
+    here: Path, tmp_path: Path, listed: Path
+) -> None:
+    (here / "saves.py").write_text("from pathlib import Path\nPath('ckpt.pt').write_text('x')\n")
+    begun = skyfab(here, "run", "--hosts=node1", "--detach", "saves.py", inventory=listed)
+    assert begun.returncode == 0, begun.stderr
+    typed = f"the same command with --inventory={listed}\n"
+    for words in (["logs"], ["attach"], ["stop"], ["get", "ckpt.pt", "--run"]):
+        none = skyfab(here, *words, begun.stdout.strip())
+        assert none.returncode == 2
+        assert none.stderr.endswith(f"hint: the last run used another inventory: {typed}"), none.stderr
+    named = skyfab(here, "logs", "nobody", inventory=listed)
+    assert named.stderr.endswith("hint: to list runs: skyfab runs\n"), "it is this inventory"
+    fresh = {"HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache")}  # other tests leave runs on this machine
+    assert skyfab(here, "runs", **fresh).stderr.endswith("skyfab runs --inventory=FILE\n")
+    (tmp_path / "cache" / "skyfab").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "cache" / "skyfab" / "last-inventory").write_text(str(listed))
+    assert skyfab(here, "runs", **fresh).stderr.endswith(f"skyfab runs --inventory={listed}\n")
+    listed.unlink()
+    assert skyfab(here, "runs", **fresh).stderr.endswith("skyfab runs --inventory=FILE\n")
+
+
 def test_a_failed_run_that_wrote_nothing_says_why_it_failed(here: Path, listed: Path) -> None:
     (here / "fails.py").write_text("raise SystemExit(3)\n")
     done = skyfab(here, "run", "--hosts=node1", "--get=ckpt", "fails.py", inventory=listed)

@@ -132,7 +132,7 @@ class UsageError(SkyfabError, ValueError):
 
 
 class InventoryError(UsageError):
-    """A mistake in an inventory: the message names file, line, table and key."""
+    """A mistake in an inventory: the message names file, table and key."""
 
 
 class UnknownHost(InventoryError, KeyError):

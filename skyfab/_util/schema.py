@@ -193,31 +193,28 @@ def quoted(text: str) -> str:
 # ---- the user's tables
 
 
-class Mistake(NamedTuple):
+class Mistake(ValueError):
     """What is wrong with a key of a table."""
 
-    key: str
-    problem: str
-    hint: str | None
+    def __init__(self, key: str, problem: str, hint: str | None) -> None:
+        super().__init__(f"{key}: {problem}")
+        self.key, self.problem, self.hint = key, problem, hint
 
 
-def parse_table(
-    table: Mapping[str, Any], checks: Mapping[str, Callable[[Any], Any]]
-) -> tuple[dict[str, Any], list[Mistake]]:
-    """The checked values of a table, and all its mistakes; a check raises an error with `message` and `hint`.
+def parse_table(table: Mapping[str, Any], checks: Mapping[str, Callable[[Any], Any]]) -> dict[str, Any]:
+    """The checked values of a table; a check raises an error with `message` and `hint`. Raises Mistake.
 
-    >>> parse_table({"prot": 22}, {"port": int})
-    ({}, [Mistake(key='prot', problem='unknown key "prot"', hint='did you mean port?')])
+    >>> parse_table({"port": "22"}, {"port": int})
+    {'port': 22}
     """
-    values, mistakes = dict[str, Any](), list[Mistake]()
+    values = dict[str, Any]()
     for key, value in table.items():
         if key not in checks:
             hint = did_you_mean(key, checks) or f"known keys: {', '.join(checks)}"
-            mistakes.append(Mistake(key, f"unknown key {quoted(key)}", hint))
-            continue
+            raise Mistake(key, f"unknown key {quoted(key)}", hint)
         try:
             values[key] = checks[key](value)
         except ValueError as error:
             problem = getattr(error, "message", None) or str(error)
-            mistakes.append(Mistake(key, problem, getattr(error, "hint", None)))
-    return values, mistakes
+            raise Mistake(key, problem, getattr(error, "hint", None)) from None
+    return values

@@ -9,7 +9,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from skyfab._util.hints import HINTS
 from skyfab._util.html import ShownAsTable
 from skyfab.errors import UsageError
 from skyfab.inventory.host import checked
@@ -86,15 +85,15 @@ class Image(ShownAsTable):
     def __post_init__(self) -> None:
         if self.install not in ("auto", "push", "fetch"):
             hint = 'expected "auto", "push" or "fetch"'
-            raise UsageError(f"invalid {HINTS.image('install', self.install)}", hint=hint)
+            raise UsageError(f"invalid install={self.install!r}", hint=hint)
         for name in ("pip", "pip_indexes", "apt", "includes", "excludes"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
         for name in ("python", "env", "setup"):
-            object.__setattr__(self, name, checked(name, getattr(self, name), HINTS.image(name)))
+            object.__setattr__(self, name, checked(name, getattr(self, name), name))
         for package in self.apt:
             if not re.fullmatch(r"[a-z0-9][a-z0-9+.:-]*(=[A-Za-z0-9.+:~-]+)?", package):
-                raise UsageError(f"invalid {HINTS.image('apt')}: {package!r} is not the name of a Debian package")
+                raise UsageError(f"apt: {package!r} is not the name of a Debian package")
 
     @property
     def is_exact(self) -> bool:

@@ -218,7 +218,7 @@ class Command:
 
 
 def _expanded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
-    """The parameter, or if it stands for several options, one for each."""
+    """The parameter, or if it stands for several options, one for each. Fields without an `Option` are left out."""
     group = parameter.annotation
     if not is_dataclass(group):
         return [parameter]
@@ -226,6 +226,7 @@ def _expanded(parameter: inspect.Parameter) -> list[inspect.Parameter]:
     return [
         parameter.replace(name=one.name, default=one.default, annotation=types[one.name], kind=parameter.KEYWORD_ONLY)
         for one in fields(group)
+        if get_origin(types[one.name]) is Annotated
     ]
 
 
@@ -258,18 +259,9 @@ def flush_output() -> None:
         sys.exit(1 if isinstance(error, BrokenPipeError) else f"error: standard output: {error.strerror}")
 
 
-def _called(body: Callable[[], int | None]) -> int | None:
-    try:
-        return body()
-    except RuntimeError as error:
-        if isinstance(error.__cause__, KeyboardInterrupt):  # in __set_name__, while modules are imported: Python 3.11
-            raise error.__cause__ from None
-        raise
-
-
 def _reported(body: Callable[[], int | None]) -> int | None:
     try:
-        code = _called(body)
+        code = body()
         if sys.stdout is not None:
             sys.stdout.flush()
         return SIGTERM.code if code == 130 and SIGTERM.came else code

@@ -33,8 +33,7 @@ def doctor(
         skyfab doctor --hosts=gpu --measure
     """
     from skyfab import __version__
-    from skyfab.cli.asking import asking
-    from skyfab.cli.host_selection import selected
+    from skyfab.cli.host_selection import asking, selected
     from skyfab.inspect.doctor import report
     from skyfab.inspect.doctor.examine import examined
 

@@ -46,8 +46,7 @@ def hosts(
         skyfab hosts --hosts=gpu --json
         skyfab hosts --from=ssh_config --toml > inventory.toml
     """
-    from skyfab.cli.asking import asking
-    from skyfab.cli.host_selection import selected
+    from skyfab.cli.host_selection import asking, selected
     from skyfab.inspect.survey import SURVEY
 
     if from_ is not None:

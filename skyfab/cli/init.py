@@ -106,13 +106,13 @@ def _named(hosts: Sequence[Host]) -> list[Host]:
 
 def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ...]:
     """Those that were named; else asks. Without aliases in ssh_config, those of known_hosts are offered."""
-    from skyfab.inventory.known_hosts import names
     from skyfab.inventory.selection import some
+    from skyfab.inventory.ssh_config import known_hosts
     from skyfab.ui.prompt import answer
 
     if hosts is not None:
         return known.select(hosts)
-    others = [name for name in names() if name not in known.hosts]
+    others = [name for name in known_hosts() if name not in known.hosts]
     offered = list(known.hosts) or others
     if not offered:
         what = "no host names in ssh_config or known_hosts; hashed names are not readable"
@@ -133,7 +133,7 @@ def _chosen(known: Inventory, hosts: str | None, *, yes: bool) -> tuple[Host, ..
 
 def _greeted(hosts: Sequence[Host], known: Inventory) -> list[Outcome[Survey]]:
     """Asks every host what it is, all at once."""
-    from skyfab.cli.asking import asking
+    from skyfab.cli.host_selection import asking
     from skyfab.inspect.survey import SURVEY
 
     with asking(hosts, known, show=is_rich(sys.stdout, sys.stderr)) as asker:

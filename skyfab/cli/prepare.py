@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from skyfab.cli.command import InventoryFile, Json, NamedHosts, Option, command
-from skyfab.cli.image_options import Apt, ImageOptions, Index, Install, Pip, Python, Requirements, With
 from skyfab.cli.report import print_json
+from skyfab.cli.run_options import ImageOptions
 from skyfab.errors import PoolError, SkyfabError, UsageError
 
 if TYPE_CHECKING:
@@ -25,15 +25,10 @@ if TYPE_CHECKING:
 def prepare(
     hosts: NamedHosts = None,
     inventory: InventoryFile = None,
-    pip: Pip = (),
-    with_: With = (),
-    index: Index = (),
-    requirements: Requirements = None,
-    apt: Apt = (),
-    install: Install = "auto",
-    python: Python = "auto",
+    *,
+    options: ImageOptions,
     upgrade: Annotated[bool, Option("resolve again, to the newest versions")] = False,
-    lock: Annotated[
+    lock_: Annotated[
         str | None, Option("write the resolved versions to this pylock.toml, for Image(lock=…)", "FILE")
     ] = None,
     json_: Json = False,
@@ -50,25 +45,21 @@ def prepare(
     """
     from skyfab.cli.host_selection import selected
 
-    options = ImageOptions(
-        pip=pip, with_=with_, index=index, requirements=requirements, apt=apt, install=install, python=python
-    )
     found, chosen = selected(hosts, inventory, quiet=json_)
     image = _image(options, chosen)
-    if lock is not None and not image.pip:
+    if lock_ is not None and not image.pip:
         raise UsageError("--lock needs packages", hint="name some: --pip=numpy")
     image = replace(image, excludes=("*",))  # no file of the caller's project is needed
     if upgrade:
         _look_for_newer(image, chosen, found)
     _build(image, chosen, found, as_json=json_)
-    if lock is not None:
-        _write_lock(Path(lock), image, chosen, quiet=json_)
+    if lock_ is not None:
+        _write_lock(Path(lock_), image, chosen, quiet=json_)
 
 
 def _image(options: ImageOptions, hosts: Sequence[Host]) -> Image:
     """The image of the options, else of the project in the current folder, with the plugins that it names."""
-    from skyfab.cli.project_settings import ProjectSettings
-    from skyfab.cli.run_environment import image_of, plugins_of
+    from skyfab.cli.run_environment import ProjectSettings, image_of, plugins_of
 
     script = Path.cwd() / "main.py"  # need not be there: its folder counts
     settings = ProjectSettings.of(script)

@@ -1,23 +1,72 @@
-"""The environment of `skyfab run`: that of the options, or else of the script, the project's settings, the project."""
+"""The environment of `skyfab run`: that of the options, or else of the script, [tool.skyfab] or the project."""
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
 
+from skyfab._util import schema
 from skyfab._util.suggest import did_you_mean
 from skyfab.calls.image import Image
-from skyfab.calls.manifest import find, text_of
-from skyfab.cli.image_options import ImageOptions
-from skyfab.cli.project_settings import ProjectSettings
+from skyfab.calls.manifest import find, read, text_of
+from skyfab.calls.modules import folders_above
+from skyfab.cli.run_options import ImageOptions, ScriptOptions
 from skyfab.errors import UsageError
-from skyfab.inventory.host import Host, checked
+from skyfab.inventory.host import CHECKS, Host, checked, expanded
+from skyfab.inventory.inventory import is_word
 from skyfab.plugins import REGISTRY
 from skyfab.plugins.base import Plugin
+
+if TYPE_CHECKING:
+    from skyfab.pool.compute import Compute
+
+
+def project_of(options: ScriptOptions, script: Path) -> ProjectSettings:
+    """Continues with the Python of the script's project. Returns the project's settings. Raises UsageError."""
+    from skyfab.cli.interpreter import hand_over
+
+    if not options.no_project:
+        hand_over(script)
+    return ProjectSettings.of(script)
+
+
+def pool_of(
+    options: ScriptOptions,
+    script: Path,
+    settings: ProjectSettings,
+    *,
+    ranks: int | None,
+    here: int,
+    plugins: Sequence[Plugin],
+) -> Compute:
+    """The pool for a script; without hosts and inventory, with `here` ranks on this machine. Raises UsageError."""
+    from skyfab.cli.host_selection import selected
+    from skyfab.pool.compute import Compute
+
+    hosts = options.hosts or settings.hosts
+    found, chosen = selected(hosts, options.inventory or settings.inventory)
+    if options.container:
+        chosen = tuple(host.in_container(options.container) for host in chosen)
+    if hosts is None and found.source is None:
+        ranks = ranks or here
+    image = image_of(script, options, settings, chosen, no_project=options.no_project)
+    return Compute(
+        chosen,
+        inventory=found,
+        where=options.where,
+        nodes=options.nodes,
+        ranks=ranks or "auto",
+        image=replace(image, program=str(script)),
+        plugins=plugins,
+        env=variables_of(options.env, options.env_file, settings),
+        workdir=settings.workdir if options.workdir == "auto" else options.workdir,
+    )
 
 
 def image_of(
@@ -69,6 +118,86 @@ def plugins_of(names: Sequence[str]) -> list[Plugin]:
                 f"unknown plugin {name!r}", hint=did_you_mean(name, REGISTRY) or f"one of: {', '.join(REGISTRY)}"
             )
     return [REGISTRY[name]() for name in dict.fromkeys(names)]
+
+
+# ---- settings of a project
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProjectSettings:
+    """[tool.skyfab] in a project's pyproject.toml: the defaults of `skyfab run`. Each field is a key of the table."""
+
+    hosts: str | None = None
+    inventory: str | None = None
+    ranks: int | None = None
+    workdir: str = "auto"
+    env: Mapping[str, str] = field(default_factory=dict)
+    env_file: tuple[str, ...] = ()
+    setup: str = ""
+    plugins: tuple[str, ...] = ()
+    image: ImageOptions = field(default_factory=ImageOptions)
+
+    @classmethod
+    def of(cls, script: Path) -> ProjectSettings:
+        """Those of the nearest pyproject.toml with such a table. Raises UsageError."""
+        for folder in folders_above(script):
+            if (file := folder / "pyproject.toml").is_file():
+                tools = read(file).get("tool")
+                if isinstance(tools, Mapping) and "skyfab" in tools:
+                    return _settings(tools["skyfab"], file)
+        return cls()
+
+
+def _settings(table: object, file: Path) -> ProjectSettings:
+    if not isinstance(table, Mapping):
+        raise UsageError(f"{file}: [tool.skyfab] must be a table, not {schema.name_of(table)}")
+    try:
+        values = schema.parse_table(table, _CHECKS)
+    except schema.Mistake as error:
+        where = f"{file}: [tool.skyfab]" + (f" {error.key}" if error.key in _CHECKS else "")
+        raise UsageError(f"{where}: {error.problem}", hint=error.hint) from None
+    for key in values.keys() & {"inventory", "requirements", "lock"}:
+        if key == "inventory" and is_word(values[key]):
+            continue
+        values[key] = str(file.parent / expanded(values[key]))
+    if "env-file" in values:
+        values["env-file"] = tuple(str(file.parent / expanded(path)) for path in values["env-file"])
+    if "hosts" in values:
+        values["hosts"] = ",".join(values["hosts"])
+    values = {key.replace("-", "_"): value for key, value in values.items()}
+    about = {name: values.pop(name) for name in [*values] if name in ImageOptions.__dataclass_fields__}
+    return ProjectSettings(image=ImageOptions(**about), **values)
+
+
+def _texts(value: object) -> tuple[str, ...]:
+    return schema.parse(tuple[str, ...], [value] if isinstance(value, str) else value)
+
+
+def _number(value: object) -> int:
+    if (number := schema.parse(int, value)) < 1:
+        raise UsageError("must be 1 or more")
+    return number
+
+
+_text = functools.partial(schema.parse, str)
+_CHECKS: Final[Mapping[str, Callable[[Any], Any]]] = {
+    "hosts": _texts,
+    "inventory": _text,
+    "ranks": _number,
+    "workdir": CHECKS["workdir"],
+    "pip": _texts,
+    "index": _texts,
+    "requirements": _text,
+    "apt": _texts,
+    "install": _text,
+    "python": CHECKS["python"],
+    "lock": _text,
+    "env": CHECKS["env"],
+    "env-file": _texts,
+    "setup": CHECKS["setup"],
+    "plugins": _texts,
+}
+"""For each key, the function that checks its value; some values are checked as those of hosts in an inventory."""
 
 
 # ---- variables

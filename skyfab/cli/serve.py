@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from urllib.parse import urlsplit
 
 from skyfab.cli.command import COMMAND, Option, command
-from skyfab.cli.gpu_options import GpuOptions
-from skyfab.cli.script_options import ScriptOptions
+from skyfab.cli.run_options import GpuOptions, ScriptOptions
 from skyfab.errors import BroadcastError, UsageError, WorkerDied
 
 if TYPE_CHECKING:
@@ -64,6 +63,7 @@ def serve(
     from skyfab.calls.call import as_function
     from skyfab.cli.detach import tell_how_to_attach
     from skyfab.cli.run import lay_out, parsed
+    from skyfab.cli.run_environment import pool_of, project_of
     from skyfab.host.command import execute
     from skyfab.plugins.base import OwnPort
 
@@ -71,8 +71,8 @@ def serve(
     if port > 65535:
         raise UsageError(f"invalid --port={port}", hint="expected a number from 1 to 65535")
     port = port or _port_of(ready)
-    settings = options.project(script)
-    with claim.added_to(options).pool(script, settings, ranks=ranks, here=1, plugins=[OwnPort()]) as compute:
+    settings = project_of(options, script)
+    with pool_of(claim.added_to(options), script, settings, ranks=ranks, here=1, plugins=[OwnPort()]) as compute:
         folder = lay_out(compute, script.parent) if sync else None
         function = as_function(execute)
         function.label = f"serve {name}"

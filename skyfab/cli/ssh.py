@@ -57,8 +57,7 @@ def ssh(
 
 def of_project(host: Host, command: str) -> InteractiveShell:
     """The folder, environment and modules that `skyfab run` uses."""
-    from skyfab.cli.project_settings import ProjectSettings
-    from skyfab.cli.run_environment import image_of, variables_of
+    from skyfab.cli.run_environment import ProjectSettings, image_of, variables_of
     from skyfab.env.prepare import Preparation
     from skyfab.pool.workdir import Workdirs, last_run
     from skyfab.session.bootstrap import local_python

@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import json
+import math
 import os
 import re
 import secrets
@@ -20,11 +21,12 @@ from pathlib import Path, PurePosixPath
 from signal import Signals
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
+from skyfab._util import brackets
 from skyfab._util.atomic import write
 from skyfab._util.hints import HINTS
 from skyfab._util.sizes import counted
 from skyfab.cli.command import Option, command
-from skyfab.cli.script_options import ScriptOptions
+from skyfab.cli.run_options import ScriptOptions
 from skyfab.errors import UsageError, printable
 from skyfab.ui.terminal import LiveLines, clean, is_rich, put
 
@@ -36,6 +38,13 @@ if TYPE_CHECKING:
 
 _PACE: Final = 1.0
 """Seconds between two queries of the hosts."""
+MOST: Final = 10_000
+"""Trials of a sweep, at most."""
+_NAME: Final = 100
+"""Characters of a folder's name, without the number."""
+_COMMENT: Final = re.compile(r"""("(?:\\.|[^"\\])*"|'[^']*'|\\.)|(?<!\S)#.*""")
+"""A comment, or in its first group what cannot begin one. As in shells, it begins a word."""
+_RANGE: Final = re.compile(r"(?!\.\.$)([^/]*?)\.\.([^/]*)")  # not a path, such as ../data
 
 
 @command
@@ -73,9 +82,9 @@ def sweep(
     """
     from skyfab.calls.call import as_function, check_gpus
     from skyfab.cli.detach import tell_how_to_attach
-    from skyfab.cli.gpu_options import GpuOptions
     from skyfab.cli.run import parsed
-    from skyfab.cli.trials import trials_of
+    from skyfab.cli.run_environment import pool_of, project_of
+    from skyfab.cli.run_options import GpuOptions
     from skyfab.detached.sweep import LABEL
     from skyfab.host.sweep import sweep as drive
     from skyfab.plugins.base import OwnPort
@@ -98,10 +107,10 @@ def sweep(
     words = trials_of([*values, *arguments], grid)
     count: Any = int(gpus) if gpus.isdecimal() else float(gpus) if re.fullmatch(r"0?\.\d+", gpus) else gpus
     check_gpus(count)
-    settings = options.project(script)
+    settings = project_of(options, script)
     name = name or script.stem
     options = GpuOptions(when_free=count > 0).added_to(options)
-    with options.pool(script, settings, ranks=1, here=1, plugins=[OwnPort()]) as compute:
+    with pool_of(options, script, settings, ranks=1, here=1, plugins=[OwnPort()]) as compute:
         hosts = [node.host for node in compute.hosts]
         label = f"{LABEL}{target}"
         before = _known(name, label, compute) if resume else {}
@@ -170,8 +179,6 @@ def _planned(
     words: Sequence[tuple[str, ...]], before: Mapping[tuple[str, ...], Trial], name: str
 ) -> list[dict[str, Any]]:
     """All trials; those that are done already are listed with their results. New ones have numbers of their own."""
-    from skyfab.cli.trials import names_of
-
     root = f"sweeps/{re.sub(r'[^A-Za-z0-9_.-]+', '_', name)}-{time.strftime('%m%d-%H%M%S')}"
     used = (re.match(r"\d{1,9}", PurePosixPath(old.folder).name) for old in before.values())
     unused = itertools.count(max((int(number[0]) for number in used if number), default=0) + 1)
@@ -184,6 +191,85 @@ def _planned(
             place = old.folder if old is not None and old.folder else f"{root}/{next(unused):04}-{named}".rstrip("-")
             found.append({"trial": number, "state": "waiting", "words": one, "folder": place})
     return found
+
+
+# ---- trials: all combinations of the values that were typed, or one for each line of a file
+
+
+def trials_of(patterns: Sequence[str], grid: str | None = None) -> list[tuple[str, ...]]:
+    """The words for the script, for each trial. Raises UsageError.
+
+    >>> trials_of(["lr=1e-3,1e-4", "--fast"])
+    [('lr=1e-3', '--fast'), ('lr=1e-4', '--fast')]
+    """
+    if not patterns and grid is None:
+        raise UsageError("no trials", hint="add values to try, as in lr=1e-3,1e-4 seed=1..5, or --grid=FILE")
+    columns = [_values(pattern) for pattern in patterns]
+    lines = [()] if grid is None else _lines(Path(grid).expanduser())
+    count = len(lines) * math.prod(map(len, columns))
+    if count > MOST:
+        raise UsageError(f"{counted(count, 'trial')}: a sweep has at most {MOST:,}", hint="use fewer values")
+    for option, word in itertools.pairwise(patterns):
+        if count == 1 and option.startswith("-") and "=" not in option and "," in word:
+            raise UsageError(f"{option} {word} is one trial", hint=f"to try each value: {option}={word}")
+    found = [(*line, *words) for line in lines for words in itertools.product(*columns)]
+    if len(set(found)) < count:
+        ((twice, _),) = Counter(found).most_common(1)
+        raise UsageError(f"the same trial twice: {shlex.join(twice)}", hint="to repeat trials, add a seed: seed=1..3")
+    return found
+
+
+def _values(pattern: str) -> Sequence[str]:
+    """The words that a pattern expands to."""
+    name, equals, text = pattern.partition("=")
+    if not equals:
+        return [pattern]
+    found: list[str] = []
+    for value in brackets.split(text):
+        if not text:
+            raise UsageError(f"no values in {pattern!r}", hint=f"write values after the =: {name}=1e-3,1e-4")
+        if not value:
+            raise UsageError(f"an empty value in {pattern!r}", hint="write no space after a comma, or use --grid=FILE")
+        match = _RANGE.fullmatch(value)
+        found += [f"{name}={one}" for one in ([value] if match is None else _numbers(match[1], match[2]))]
+    return found
+
+
+def _numbers(first: str, last: str) -> list[str]:
+    try:
+        start, end = int(first), int(last)
+    except ValueError:
+        raise UsageError(f"{first}..{last}: ranges need whole numbers", hint="list the values: 0.1,0.2") from None
+    if not 0 <= end - start < MOST:
+        how_many = "no trials" if end < start else f"more than {MOST:,} trials"
+        raise UsageError(f"{first}..{last} gives {how_many}", hint=f"smallest first, as in 1..5; {MOST:,} at most")
+    width = len(first) if first.startswith("0") else 0  # 01..10
+    return [f"{number:0{width}}" for number in range(start, end + 1)]
+
+
+def _lines(path: Path) -> list[tuple[str, ...]]:
+    from skyfab.calls.manifest import text_of
+
+    found = []
+    for number, line in enumerate(text_of(path).splitlines(), 1):
+        try:
+            found.append(tuple(shlex.split(_COMMENT.sub(lambda part: part[1] or "", line))))
+        except ValueError as error:
+            raise UsageError(f"{path}: line {number}: {str(error).lower()}") from None
+    if not any(found):
+        raise UsageError(f"{path} contains no trials", hint="each line has the arguments of a trial: lr=1e-3 seed=1")
+    return [words for words in found if words]
+
+
+def names_of(trials: Sequence[Sequence[str]]) -> list[str]:
+    """A name for the folder of each trial: the words that not all trials have.
+
+    >>> names_of([["--lr=1e-3", "data=a/b"], ["--lr=1e-4", "data=a/b"]])
+    ['lr=1e-3', 'lr=1e-4']
+    """
+    common = set.intersection(*map(set, trials)) if len(trials) > 1 else set()
+    names = ["-".join(word.lstrip("-") for word in words if word not in common) for words in trials]
+    return [re.sub(r"[^\w.=+-]+", "_", name, flags=re.ASCII)[:_NAME] for name in names]
 
 
 # ---- a sweep that was started

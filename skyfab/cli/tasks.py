@@ -8,21 +8,22 @@ from __future__ import annotations
 import errno
 import gc
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Final
 
 from skyfab import __version__
 from skyfab._util.hints import HINTS
-from skyfab.cli import report, verbose
+from skyfab.cli import report
 from skyfab.cli.command import Command, Exit, flush_output
 from skyfab.cli.parser import CommandLine
 from skyfab.cli.sigterm import SIGTERM
 from skyfab.errors import UsageError
-from skyfab.ui.terminal import unwritten
+from skyfab.ui.terminal import clean, unwritten
 
 _NAMES: Final = (
     *("train", "run", "sweep", "serve", "runs", "logs", "attach", "stop", "init", "hosts", "top", "doctor", "stacks"),
@@ -87,5 +88,28 @@ def _run(words: list[str], commands: Mapping[str, Command]) -> None:
     if not line.command:
         print(f"skyfab {__version__}")
         return
-    with verbose.shown() if line.verbose else nullcontext():
+    with _steps() if line.verbose else nullcontext():
         commands[line.command].perform(line.values, line.rest)
+
+
+class _Steps(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return f"{record.relativeCreated / 1000:6.1f} s  {clean(record.getMessage(), colour=False)}"
+
+
+@contextmanager
+def _steps() -> Iterator[None]:
+    """Prints the steps that the library logs, with the seconds since the start, and all frames of tracebacks."""
+    trace = os.environ.get("SKYFAB_TRACE", "")
+    os.environ["SKYFAB_TRACE"] = "1"
+    logger, steps = logging.getLogger("skyfab"), logging.StreamHandler()
+    steps.setFormatter(_Steps())
+    before = logger.level
+    logger.addHandler(steps)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
+        logger.removeHandler(steps)
+        os.environ["SKYFAB_TRACE"] = trace

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final
 
 from skyfab._util.sizes import counted
 from skyfab.cli.command import Detach, Hosts, InventoryFile, Option, Ranks, command
-from skyfab.cli.image_options import ImageOptions, Index
+from skyfab.cli.run_options import ImageOptions, Index
 from skyfab.errors import UsageError
 
 _say: Final = functools.partial(print, flush=True)

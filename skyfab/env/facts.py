@@ -1,8 +1,9 @@
-"""Facts about a host that an environment depends on: system, interpreters, drivers, disk. Data classes only."""
+"""Facts about a host that an environment depends on: system, interpreters, drivers, disk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from skyfab._util.versions import machine, numbers
 
@@ -82,3 +83,17 @@ class Target:
         """Its name and version: ``("glibc", (2, 36))``."""
         name, _, version = self.libc.partition(" ")
         return name, numbers(version)[:2]
+
+
+DRIVERS: Final = {13: (580,), 12: (525, 60, 13), 11: (450, 80, 2)}
+"""CUDA's major version → the oldest driver that supports it (as in uv's own table)."""
+
+
+def cuda_for(driver: str) -> int | None:
+    """The newest major version of CUDA that an NVIDIA driver supports.
+
+    >>> cuda_for("550.54.14"), cuda_for("390.1")
+    (12, None)
+    """
+    version = numbers(driver)
+    return next((cuda for cuda, oldest in DRIVERS.items() if version >= oldest), None)

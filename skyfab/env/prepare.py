@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import TYPE_CHECKING, Final
 
-from skyfab._util.hints import HINTS
 from skyfab.calls.image import Image
 from skyfab.env.facts import Facts, Target
 from skyfab.env.share import Deliver, Sharing
@@ -178,18 +177,18 @@ def check(image: Image, python: str) -> None:
     """Checks an image before any host is contacted. Raises UsageError."""
     if image.python.startswith("/") and (image.pip or image.lock or image.apt):
         raise UsageError(
-            f"{HINTS.image('python', image.python)} is used unchanged: nothing is installed into it",
+            f"python={image.python!r} is used unchanged: nothing is installed into it",
             hint="omit python, or omit pip, lock and apt",
         )
     if image.lock and not (image.is_exact or image.pip):
         raise UsageError(
-            f"{HINTS.image('lock', image.lock)} only fixes the versions of packages, and no packages are named",
-            hint=f"name them in {HINTS.image('pip')}, or use Image.of_project()",
+            f"lock={image.lock!r} only fixes the versions of packages, and no packages are named",
+            hint="name them with pip=…, or use Image.of_project()",
         )
     wanted = image.python if image.python[0].isdigit() else python
     if wanted.split(".")[:2] != python.split("."):
         raise UsageError(
-            f"{HINTS.image('python', image.python)}, but this program runs {python}: hosts must run the same Python"
+            f"python={image.python!r}, but this program runs {python}: hosts must run the same Python"
             " minor version as this machine",
-            hint=f"run this program with Python {image.python}, or use {HINTS.image('python', python)}",
+            hint=f"run this program with Python {image.python}, or use python={python!r}",
         )

@@ -18,13 +18,11 @@ from packaging.requirements import InvalidRequirement, Requirement
 from packaging.utils import canonicalize_name
 
 from skyfab._util import toml
-from skyfab._util.hints import HINTS
 from skyfab._util.versions import numbers
 from skyfab.calls.image import Image, PipIndex, split_hashes
 from skyfab.env import uv
-from skyfab.env.facts import Target
+from skyfab.env.facts import Target, cuda_for
 from skyfab.env.pipconf import NO_INDEX
-from skyfab.env.torch_variants import cuda_for
 from skyfab.env.uv import UvFailed
 from skyfab.errors import UsageError
 
@@ -116,7 +114,7 @@ class Request:
             names = {canonicalize_name(name) for name in index.packages}
             if not names or names & scopes.keys():
                 what = f"{min(names & scopes.keys())} has two indexes" if names else "no packages named"
-                raise LockError(f"{HINTS.index(uv.redact(index.url))}: {what}", hint="name one index for each package")
+                raise LockError(f"index {uv.redact(index.url)}: {what}", hint="name one index for each package")
             scopes |= dict.fromkeys(names, _place(index.url))
         for index in pins.indexes:
             scopes = dict.fromkeys(index.packages, index.url) | scopes
@@ -381,7 +379,7 @@ def requirement(text: str) -> Requirement:
         return Requirement(split_hashes(text)[0])
     except InvalidRequirement:
         raise LockError(
-            f"{HINTS.image('pip')}: not a valid requirement: {uv.redact(text)!r}",
+            f"not a valid requirement: {uv.redact(text)!r}",
             hint='write a name with versions, such as "numpy>=2", or "name @ https://…/name-1.0-py3-none-any.whl"',
         ) from None
 
@@ -396,9 +394,7 @@ def _place(url: str) -> str:
         return url
     folder = Path(unquote(urlsplit(url).path) if url.startswith("file:") else os.path.expanduser(url))  # noqa: PTH111 - never raises
     if not folder.is_dir():
-        raise LockError(
-            f"{HINTS.index(url)}: no such folder", hint="give an http or https URL, or a folder with wheels"
-        )
+        raise LockError(f"index {url}: no such folder", hint="give an http or https URL, or a folder with wheels")
     return folder.absolute().as_uri()
 
 

@@ -11,7 +11,6 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from skyfab._util.cache import cache_folder
-from skyfab._util.hints import HINTS
 from skyfab._util.versions import machine, numbers
 from skyfab.env import uv
 from skyfab.env.facts import Target
@@ -112,5 +111,5 @@ def _check_platform(name: str, target: Target) -> None:
     if not same or numbers(version)[:2] > release:
         raise LockError(
             f"{name} has no wheel, and one built on this machine does not run on {uv.described(target)}",
-            hint=f"build a wheel on the host and name the folder that it is in: {HINTS.index('FOLDER', ['…'])}",
+            hint=f"build a wheel on the host and name the folder that it is in: --index=FOLDER={name} or PipIndex",
         )

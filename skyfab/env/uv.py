@@ -19,7 +19,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit, urlunsplit
 
 from skyfab._util.cache import cache_folder, made_cache
-from skyfab._util.hints import HINTS
 from skyfab.env.facts import Target
 from skyfab.env.pipconf import uv_environment
 from skyfab.errors import UsageError
@@ -63,9 +62,9 @@ class UvFailed(Exception):
         if re.search(r"\b(401|403)\b|authentic|Unauthorized|Forbidden", text):
             return "put user and password into the index's URL, pip's configuration or ~/.netrc"
         if re.search(r"/whl/(cpu|cu|rocm|xpu)\S*/torch", text):
-            named = HINTS.index("URL", ["torch", "torchvision", "torchaudio"])
             return (
-                f"use one index for torch and its companions, such as PyPI: {named}, or add one to pip's configuration"
+                "use one index for torch and its companions, such as PyPI: --index=URL=torch,torchvision,torchaudio"
+                " or PipIndex, or add one to pip's configuration"
             )
         if re.search(r"Failed to fetch|error sending request|[Cc]onnect|dns|timed out|certificate", text):
             return "is the index up? pip config list shows the indexes in use"
@@ -73,7 +72,7 @@ class UvFailed(Exception):
             return "is the name spelled correctly? pip config list shows the indexes in use"
         if re.search(r"no wheels? with a matching|[Ww]heels are available|no usable wheels", text):
             return "choose a version that has a wheel for that platform and Python"
-        return f"change the versions in {HINTS.image('pip')}"
+        return "change the versions that you request"
 
 
 # ---- running uv

@@ -90,16 +90,11 @@ class Condition:
             try:
                 return ast.parse(self._python, mode="eval").body
             except SyntaxError as error:
-                raise self._syntax_error(error) from None
+                hint = "compare with ==" if re.search(r"[^<>=!]=[^=]", self.text) else None
+                raise self._error(error.msg, hint) from None
 
     def _error(self, what: str, hint: str | None = None) -> UsageError:
         return UsageError(f"invalid condition {self.text!r}: {what}", hint=hint or _HINT)
-
-    def _syntax_error(self, error: SyntaxError) -> UsageError:
-        rest = self._python[error.offset - 1 :].strip() if error.offset else ""  # no offset: at the end
-        what = error.msg.split(". ")[0].removesuffix(" (detected at line 1)")
-        hint = "compare with ==" if rest.startswith("=") else None
-        return self._error(f"{what} at {rest[:20]!r}" if rest else "unexpected end", hint)
 
     def _compiled(self, node: ast.expr) -> Test:
         if isinstance(node, ast.BoolOp):

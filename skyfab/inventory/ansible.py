@@ -20,7 +20,6 @@ from skyfab.inventory.builder import Listing
 from skyfab.inventory.file import RESERVED
 from skyfab.inventory.source import Contents, Source
 
-_SUFFIXES: Final = (".yml", ".yaml", ".json", ".ini", ".cfg")
 _KEYS: Final = {
     "address": ("ansible_host", "ansible_ssh_host"),
     "port": ("ansible_port", "ansible_ssh_port"),
@@ -43,7 +42,7 @@ class _Group:
 
 
 def read(path: str | os.PathLike[str]) -> Contents:
-    """The hosts of an inventory: a file or a folder. Raises one `InventoryError` with all mistakes."""
+    """The hosts of an inventory: a file or a folder. Raises InventoryError."""
     source = os.fspath(path)
     try:
         document = _listed(source)
@@ -128,8 +127,8 @@ def _add(listing: Listing, name: str, variables: Mapping[str, Any]) -> None:
         for variable in words:
             value = used.get(variable)
             if key == "identity" and "{{" in str(value):  # in the others, the checks of their values find it
-                listing.mistakes.note(f"{at} {variable}", f"contains a template: {value!r}", "write the path")
-            elif value not in (None, ""):
+                raise InventoryError(f"{at} {variable}: contains a template: {value!r}", hint="write the path")
+            if value not in (None, ""):
                 keys[key] = _converted(key, value)
                 places[key] = f"{at} {variable}"
     for variable in filter(used.__contains__, _ARGS):
@@ -137,8 +136,8 @@ def _add(listing: Listing, name: str, variables: Mapping[str, Any]) -> None:
         try:
             jump = _jump(str(used[variable]))
         except ValueError as error:
-            listing.mistakes.note(places["jump"], str(error), "for instance -o ProxyJump=ada@gateway")
-            continue
+            hint = "for instance -o ProxyJump=ada@gateway"
+            raise InventoryError(f"{places['jump']}: {error}", hint=hint) from None
         itself = {name, keys.get("address", name)}
         if jump is not None and re.sub(r"^.*@|:[0-9]+$", "", jump) not in itself:  # variables of all may name it
             keys["jump"] = jump
@@ -167,15 +166,4 @@ def _jump(text: str) -> str | None:
     return None
 
 
-def _matches(path: Path, text: str) -> bool:
-    """Whether it is a folder, or a file in one of Ansible's formats."""
-    lines = [line for line in text.splitlines() if line.strip() and line.lstrip()[0] not in "#;"]
-    return (
-        path.is_dir()
-        or path.suffix in _SUFFIXES
-        or bool(lines and re.match(r"""---|\{|- |["']?[\w.-]+["']?:(\s|$)""", lines[0]))
-        or any(line.strip().startswith("[") or "ansible_" in line for line in lines)
-    )
-
-
-SOURCE = Source(word="ansible", takes="path", read=read, matches=_matches)
+SOURCE = Source(word="ansible", takes="path", read=read)

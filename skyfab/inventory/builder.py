@@ -8,15 +8,14 @@ from typing import Any
 from skyfab.errors import InventoryError
 from skyfab.inventory.file import SPELLING, Place, read_tables
 from skyfab.inventory.host import NAME
-from skyfab.inventory.source import Contents, Mistakes
+from skyfab.inventory.source import Contents
 
 
 class Listing:
-    """Collects hosts, groups, mistakes and skipped names of one source."""
+    """Collects hosts, groups and skipped names of one source."""
 
     def __init__(self, source: str) -> None:
         self.source = source
-        self.mistakes = Mistakes(source)
         self.left_out: dict[str, str] = {}
         """What was skipped, by name, with the reason."""
         self._hosts: dict[str, dict[str, Any]] = {}
@@ -30,8 +29,7 @@ class Listing:
     def add(self, name: str, at: str, keys: Mapping[str, Any], places: Mapping[str, str] | None = None) -> None:
         """Adds a host with the keys of its table; `at` and `places` say where it and its keys are, for messages."""
         if not NAME.fullmatch(name):
-            self.mistakes.note(f"{at}: {name!r}", "not a valid host name", SPELLING)
-            return
+            raise InventoryError(f"{at}: {name!r}: not a valid host name", hint=SPELLING)
         self._hosts[name] = dict(keys)
         self._at["hosts", name] = f"{at}: {name!r}"
         for key, place in (places or {}).items():
@@ -43,12 +41,12 @@ class Listing:
         self._at["groups", name] = f"{at}: group {name!r}"
 
     def read(self, hint: str) -> Contents:
-        """The hosts and groups. Raises one `InventoryError` with all mistakes, or `hint` where there is no host."""
+        """The hosts and groups. Raises InventoryError, with `hint` where there is no host."""
 
         def where(place: Place) -> str:
             return next(self._at[place[:size]] for size in range(len(place), 0, -1) if place[:size] in self._at)
 
-        contents = read_tables({"hosts": self._hosts, "groups": self._groups}, self.mistakes, where)
+        contents = read_tables({"hosts": self._hosts, "groups": self._groups}, where)
         if not contents.hosts:
             why = "".join(f"; skipped {name}: {reason}" for name, reason in list(self.left_out.items())[:3])
             raise InventoryError(f"{self.source}: has no hosts{why}", hint=hint)

@@ -1,13 +1,12 @@
-"""Parses and validates inventory.toml, and tables like it from other sources. Reports all mistakes together."""
+"""Parses and validates inventory.toml, and tables like it from other sources."""
 
 from __future__ import annotations
 
-import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from graphlib import CycleError, TopologicalSorter
-from pathlib import Path
 from typing import Any
 
 from skyfab._util import schema, toml
@@ -16,7 +15,7 @@ from skyfab._util.suggest import did_you_mean
 from skyfab.errors import InventoryError, UsageError
 from skyfab.inventory.host import CHECKS, LOCAL, NAME, Host
 from skyfab.inventory.selection import Names, choose, expand, split
-from skyfab.inventory.source import Contents, Mistakes, Source, lines_of, read_text
+from skyfab.inventory.source import Contents, Source, read_text
 
 _CHECKS = {key: check for key, check in CHECKS.items() if key != "name"}
 KEYS = tuple(_CHECKS)
@@ -31,24 +30,13 @@ Place = tuple[str, ...]
 
 
 def read(text: str, source: str) -> Contents:
-    """The hosts and groups of a document. Raises one `InventoryError` with all mistakes."""
+    """The hosts and groups of a document. Raises InventoryError."""
     try:
         tables = toml.loads(text)
     except (ValueError, RecursionError) as error:
         hint = "put tables in [brackets], strings in quotes"
-        said = str(error)
-        if twice := re.match(r"Cannot declare \('(.*?)',?\) twice", said):
-            said = "[" + twice[1].replace("', '", ".") + "] is defined twice" + said[twice.end() :]
-        raise InventoryError(f"{source}: not valid TOML: {said}", hint=hint) from None
-    mistakes = Mistakes(source)
-    lines = functools.cache(lambda: _lines_by_key(text))
-
-    def where(place: Place) -> str:
-        known = (lines().get(place[:size]) for size in range(len(place), 0, -1))
-        line = next((f":{number}" for number in known if number), "")
-        return ": ".join(filter(None, [f"{source}{line}", _shown(place)]))
-
-    contents = read_tables(tables, mistakes, where)
+        raise InventoryError(f"{source}: not valid TOML: {error}", hint=hint) from None
+    contents = read_tables(tables, lambda place: ": ".join(filter(None, [source, _shown(place)])))
     if not contents.hosts:
         raise InventoryError(
             f"{source}: has no hosts", hint='add a table [hosts.node1] and, below it, address = "10.0.0.11"'
@@ -56,14 +44,10 @@ def read(text: str, source: str) -> Contents:
     return contents
 
 
-def read_tables(tables: Mapping[str, Any], mistakes: Mistakes, where: Callable[[Place], str]) -> Contents:
-    """The hosts and groups of the tables of a document; `where` says where a table or key is.
-
-    Raises one `InventoryError` with all mistakes, those that were noted before among them.
-    """
-    reader = _Reader(lambda place, problem, hint: mistakes.note(where(place), problem, hint))
+def read_tables(tables: Mapping[str, Any], where: Callable[[Place], str]) -> Contents:
+    """The hosts and groups of the tables of a document; `where` says where a table or key is. Raises InventoryError."""
+    reader = _Reader(where)
     reader.read(tables)
-    mistakes.check()
     return Contents(reader.hosts, reader.groups, {})
 
 
@@ -78,9 +62,9 @@ def _shown(place: Place) -> str:
 
 @dataclass(slots=True)
 class _Reader:
-    """Reads a document table by table. Records mistakes and continues."""
+    """Reads a document table by table."""
 
-    note: Callable[[Place, str, str | None], None]
+    where: Callable[[Place], str]
     hosts: dict[str, Host] = field(default_factory=dict)
     groups: dict[str, tuple[str, ...]] = field(default_factory=dict)
     places: dict[str, Place] = field(default_factory=dict)
@@ -93,103 +77,102 @@ class _Reader:
                 what = (
                     f"table [{bare(table)}]" if isinstance(document[table], Mapping) else f"key {schema.quoted(table)}"
                 )
-                self.note((table,), f"unknown {what}", hint or f"known tables: {', '.join(_TABLES)}")
+                raise self.error((table,), f"unknown {what}", hint or f"known tables: {', '.join(_TABLES)}")
         defaults = self.keys(("defaults",), self.table(("defaults",), document.get("defaults", {})))
         for name, table in self.table(("hosts",), document.get("hosts", {})).items():
             self.add_hosts(name, table, defaults)
         self.add_groups(self.table(("groups",), document.get("groups", {})))
 
+    def error(self, place: Place, problem: str, hint: str | None) -> InventoryError:
+        return InventoryError(f"{self.where(place)}: {problem}", hint=hint)
+
+    @contextmanager
+    def at(self, place: Place) -> Iterator[None]:
+        """An error of a name, range or selection in the block is one of this place."""
+        try:
+            yield
+        except UsageError as error:
+            raise self.error(place, error.message, error.hint) from None
+
     def table(self, place: Place, value: object) -> Mapping[str, Any]:
         if isinstance(value, Mapping):
             return value
-        self.note(place, f"must be a table, not {schema.name_of(value)}", f"write {_shown(place)} on its own line")
-        return {}
+        what = f"must be a table, not {schema.name_of(value)}"
+        raise self.error(place, what, f"write {_shown(place)} on its own line")
 
     def keys(self, place: Place, table: Mapping[str, Any]) -> dict[str, Any]:
-        """The valid keys of a host's table; the others are recorded as mistakes."""
-        values, mistakes = schema.parse_table(table, _CHECKS)
-        for key, problem, hint in mistakes:
-            self.note((*place, key), problem, hint if key in KEYS else _key_hint(place, key, table[key]))
-        return values
+        """The checked keys of a host's table."""
+        try:
+            return schema.parse_table(table, _CHECKS)
+        except schema.Mistake as error:
+            hint = error.hint if error.key in KEYS else _key_hint(place, error.key, table[error.key])
+            raise self.error((*place, error.key), error.problem, hint) from None
 
     def add_hosts(self, key: str, value: object, defaults: Mapping[str, Any]) -> None:
         """Adds the host of one table, or several hosts if its name is a range."""
         place = ("hosts", key)
         table = self.table(place, value)
-        names = self.names(place, key)
-        addresses = self.addresses(place, table.get("address"), len(names)) if names else []
+        with self.at(place):
+            names = expand(key)
+        if not all(map(NAME.fullmatch, names)):
+            raise self.error(place, "not a valid host name", SPELLING)
+        if names[0] in ("all", "none"):
+            raise self.error(place, f'"{names[0]}" is reserved in selections', "rename the host")
+        addresses = self.addresses((*place, "address"), table.get("address"), len(names))
         values = self.keys(place, {other: item for other, item in table.items() if other != "address"})
         for name, address in zip(names, addresses, strict=True):
             if name in self.hosts:
-                self.note(place, f"defines {name} again", f"it is already in {_shown(self.places[name])}")
-                continue
+                raise self.error(place, f"defines {name} again", f"it is already in {_shown(self.places[name])}")
             if name == LOCAL.name and address is not None:
-                self.note((*place, "address"), f"{name} is this machine, without SSH", "rename the host")
+                raise self.error((*place, "address"), f"{name} is this machine, without SSH", "rename the host")
             own = values | ({} if address is None else self.keys(place, {"address": address}))
             self.places[name] = place
             self.hosts[name] = _host(name, own, defaults)
 
-    def names(self, place: Place, key: str) -> list[str]:
-        try:
-            names = expand(key)
-        except UsageError as error:
-            self.note(place, error.message, error.hint)
-            return []
-        if not all(map(NAME.fullmatch, names)):
-            self.note(place, "not a valid host name", SPELLING)
-        elif names[0] in ("all", "none"):
-            self.note(place, f'"{names[0]}" is reserved in selections', "rename the host")
-        else:
-            return names
-        return []
-
     def addresses(self, place: Place, value: object, count: int) -> list[Any]:
         """One address for each of `count` hosts; ``10.0.0.[11-14]`` is counted in step with their names."""
-        try:
+        with self.at(place):
             addresses: list[Any] = [*expand(value)] if isinstance(value, str) else [value]
-        except UsageError as error:
-            self.note((*place, "address"), error.message, error.hint)
-            addresses = [None]
         if len(addresses) not in (1, count):
             problem = f"the name expands to {counted(count, 'host')}, the address to {len(addresses)}"
-            self.note((*place, "address"), problem, "use ranges of the same length")
-            addresses = [None]
+            raise self.error(place, problem, "use ranges of the same length")
         return addresses * count if len(addresses) == 1 else addresses
 
     def add_groups(self, table: Mapping[str, Any]) -> None:
         """Resolves groups, nested ones first."""
-        self.groups = {name: () for name in table if self.may_be_group(name)}
+        for name in table:
+            self.check_group(name)
+        self.groups = dict.fromkeys(table, ())
         words: dict[str, list[str]] = {}
         inner: dict[str, list[str]] = {}
-        for name in self.groups:
+        for name in table:
             try:
                 words[name] = schema.parse(list[str], table[name])
+            except schema.Invalid as error:
+                hint = f'for instance {name} = ["node1", "node[2-4]"]'
+                raise self.error(("groups", name), str(error), hint) from None
+            with self.at(("groups", name)):
                 parts = [part.removeprefix("!").strip() for word in words[name] for part in split(word)]
                 inner[name] = [one for part in parts for one in expand(part) if one in self.groups]
-            except schema.Invalid as error:
-                self.note(("groups", name), str(error), f'for instance {name} = ["node1", "node[2-4]"]')
-            except UsageError as error:
-                self.note(("groups", name), error.message, error.hint)
-        for circle in _circles(inner):
-            self.note(("groups", circle[0]), f"contains itself: {' → '.join(circle)}", "remove one of them")
+        try:
+            order = [*TopologicalSorter(inner).static_order()]
+        except CycleError as error:
+            circle = error.args[1][::-1]
+            what = f"contains itself: {' → '.join(circle)}"
+            raise self.error(("groups", circle[0]), what, "remove one of them") from None
         names = Names(self.hosts, self.groups)
-        for name in filter(inner.__contains__, TopologicalSorter(inner).static_order()):
-            try:
+        for name in order:
+            with self.at(("groups", name)):
                 self.groups[name] = tuple(choose(words[name], names))
-            except UsageError as error:
-                self.note(("groups", name), error.message, error.hint)
 
-    def may_be_group(self, name: str) -> bool:
+    def check_group(self, name: str) -> None:
         place = ("groups", name)
         if not NAME.fullmatch(name):
-            self.note(place, "not a valid group name", SPELLING)
-        elif name in RESERVED:
-            self.note(place, f'"{name}" is reserved in selections', "rename the group")
-        elif name in self.hosts:
-            self.note(place, f"a host has that name: {_shown(self.places[name])}", "rename the group")
-        else:
-            return True
-        return False
+            raise self.error(place, "not a valid group name", SPELLING)
+        if name in RESERVED:
+            raise self.error(place, f'"{name}" is reserved in selections', "rename the group")
+        if name in self.hosts:
+            raise self.error(place, f"a host has that name: {_shown(self.places[name])}", "rename the group")
 
 
 def _host(name: str, own: Mapping[str, Any], defaults: Mapping[str, Any]) -> Host:
@@ -199,19 +182,6 @@ def _host(name: str, own: Mapping[str, Any], defaults: Mapping[str, Any]) -> Hos
     if name == LOCAL.name:
         given = {key: item for key, item in given.items() if key not in _SSH_KEYS} | {"transport": "local"}
     return Host(**given)
-
-
-def _circles(graph: dict[str, list[str]]) -> Iterator[list[str]]:
-    """Yields each cycle of a graph, and removes it from the graph to find the next."""
-    while True:
-        try:
-            TopologicalSorter(graph).prepare()
-        except CycleError as error:
-            circle = error.args[1][::-1]
-            graph[circle[0]] = []
-            yield circle
-        else:
-            return
 
 
 def _key_hint(place: Place, key: str, value: object) -> str:
@@ -226,51 +196,4 @@ def bare(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else schema.quoted(key)
 
 
-def _lines_by_key(text: str) -> dict[tuple[str, ...], int]:
-    """The first line of each table and key, by its path, in a valid document.
-
-    >>> _lines_by_key('[hosts.node1]\\nport = 22')
-    {('hosts',): 1, ('hosts', 'node1'): 1, ('hosts', 'node1', 'port'): 2}
-    """
-    found: dict[tuple[str, ...], int] = {}
-    table: tuple[str, ...] = ()
-    first, statement = 1, ""
-    for number, line in enumerate(lines_of(text), 1):
-        statement += f"{line}\n"
-        try:
-            path = _path(toml.loads(statement))
-        except ValueError:  # an array or a string continues in the next line
-            continue
-        if statement.lstrip().startswith("["):
-            table = path
-        else:
-            path = (*table, *path)
-        for size in range(1, len(path) + 1):
-            found.setdefault(path[:size], first)
-        first, statement = number + 1, ""
-    return found
-
-
-def _path(document: Any) -> tuple[str, ...]:
-    """The path to the value of a document that is a single statement."""
-    names: list[str] = []
-    while isinstance(document, dict) and len(document) == 1:
-        names += document
-        document = document[names[-1]]
-    return tuple(names)
-
-
-def _matches(path: Path, text: str) -> bool:
-    """Whether it is an inventory.toml, also one with mistakes."""
-    if path.suffix == ".toml" or path.is_dir():
-        return path.suffix == ".toml"
-    lines = [line for line in map(str.strip, text.splitlines()) if line and line[0] not in "#;"]
-    if (not lines and not path.suffix) or any(re.match(r"\[\s*hosts\s*\.|\[\s*defaults\s*\]", line) for line in lines):
-        return True
-    try:
-        return not set(_TABLES).isdisjoint(toml.loads(text))
-    except ValueError:
-        return False
-
-
-SOURCE = Source(word="toml", takes="path", read=lambda path: read(read_text(path), path), matches=_matches)
+SOURCE = Source(word="toml", takes="path", read=lambda path: read(read_text(path), path))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from pathlib import Path
 from typing import Any, Final
 
 from skyfab._util.suggest import did_you_mean
@@ -26,7 +25,7 @@ def read(text: str, source: str) -> Contents:
     """The hosts of a hostfile; one that is on several lines has the slots of all.
 
     Slots are processes on a host, so they are the host's `slots`: solo calls that run at once. Broadcasts have one rank
-    for each GPU, whatever the slots are. Raises one `InventoryError` with all mistakes.
+    for each GPU, whatever the slots are. Raises InventoryError.
     """
     listing = Listing(source)
     hosts: dict[str, tuple[str, int, dict[str, Any]]] = {}
@@ -37,49 +36,31 @@ def read(text: str, source: str) -> Contents:
         at = f"{source}:{number}"
         match = _HOST.fullmatch(words[0])
         if match is None:
-            listing.mistakes.note(at, f"not a host name: {words[0]!r}", HINT)
-            continue
-        keys = _keys(words[1:], at, listing)
-        if match["slots"] and "slots" in keys:
-            listing.mistakes.note(at, f"slots given twice for {match['name']}", HINT)
-        slots = int(match["slots"] or keys.pop("slots", 1))
-        if slots < 1:
-            listing.mistakes.note(
-                at, f"slots must be 1 or more for {match['name']}", "remove the line, or exclude the host with !name"
-            )
+            raise InventoryError(f"{at}: not a host name: {words[0]!r}", hint=HINT)
+        keys = _keys(words[1:], at)
+        slots = int(keys.pop("slots", match["slots"] or 1))
         user = {"user": match["user"]} if match["user"] else {}
         first, more, others = hosts.get(match["name"], (at, 0, {}))
         hosts[match["name"]] = first, more + slots, others | keys | user
     for name, (at, slots, keys) in hosts.items():
-        listing.add(name, at, keys | {"slots": max(1, slots)})
+        listing.add(name, at, keys | {"slots": slots})
     return listing.read(HINT)
 
 
-def _keys(words: list[str], at: str, listing: Listing) -> dict[str, Any]:
+def _keys(words: list[str], at: str) -> dict[str, Any]:
     keys: dict[str, Any] = {}
     for word in words:
         name, equals, value = word.partition("=")
         if equals and name in _SLOTS and re.fullmatch("[0-9]{1,9}", value):
             keys["slots"] = int(value)
         elif equals and name in _SLOTS:
-            listing.mistakes.note(at, f"{name} must be a whole number, not {value!r}", HINT)
+            raise InventoryError(f"{at}: {name} must be a whole number, not {value!r}", hint=HINT)
         elif equals and name in _USERS:
             keys["user"] = value
         elif not equals or name not in _UNUSED:
             hint = did_you_mean(name, (*_SLOTS, *_USERS, *_UNUSED))
-            listing.mistakes.note(at, f'unknown hostfile field "{name}"', hint or HINT)
+            raise InventoryError(f'{at}: unknown hostfile field "{name}"', hint=hint or HINT)
     return keys
 
 
-def _matches(path: Path, text: str) -> bool:
-    """Any list of names; a number after a colon may also be a port. Raises InventoryError if it is not clear."""
-    lines = [line for line in map(str.strip, text.splitlines()) if line and line[0] not in "#;"]
-    if any(":" in line for line in lines) and not any(re.search(r"\b(slots|count|cpu)\s*=", line) for line in lines):
-        raise InventoryError(
-            f"{path}: in {lines[0][:60]!r}, is the number the host's slots (MPI) or its port (Ansible)?",
-            hint=f"write hostfile:{path} or ansible:{path}",
-        )
-    return True
-
-
-SOURCE = Source(word="hostfile", takes="path", read=lambda path: read(read_text(path), path), matches=_matches)
+SOURCE = Source(word="hostfile", takes="path", read=lambda path: read(read_text(path), path))

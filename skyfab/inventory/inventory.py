@@ -4,18 +4,29 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Final
 
 from skyfab._util import toml
 from skyfab._util.html import ShownAsTable
 from skyfab._util.sizes import counted
 from skyfab.errors import InventoryError, UnknownHost, UsageError
-from skyfab.inventory import detect, ssh_config
+from skyfab.inventory import ansible, file, hostfile, slurm, ssh_config
 from skyfab.inventory.file import bare, read
 from skyfab.inventory.host import LOCAL, Address, Host, expanded
 from skyfab.inventory.selection import Names, choose
+from skyfab.inventory.source import Contents, Source, read_text
+
+_SOURCES: Final[tuple[Source, ...]] = (
+    *(file.SOURCE, ansible.SOURCE, slurm.SOURCE, ssh_config.SOURCE, hostfile.SOURCE),
+)
+_TOML: Final = re.compile(r"^\s*\[\s*(hosts\s*\.|defaults\s*\]|groups\s*\])", re.MULTILINE)
+_ANSIBLE: Final = re.compile(r"""^\s*(\[|---|\{|- |["']?[\w.-]+["']?:(\s|$))|^\s*[^#;\s].*ansible_""", re.MULTILINE)
+_ANSIBLE_SUFFIXES: Final = (".yml", ".yaml", ".json", ".ini", ".cfg")
+_UNCLEAR: Final = re.compile(r"^\s*([^#;\s:]+:[0-9]+)\s*$", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +72,7 @@ class Inventory(ShownAsTable):
         """
         if isinstance(given, Inventory):
             return given
-        return cls.find() if given is None else cls(source=Path(given), **detect.read(given)._asdict())
+        return cls.find() if given is None else cls(source=Path(given), **_read(given)._asdict())
 
     @classmethod
     def find(cls) -> Inventory:
@@ -158,12 +169,44 @@ class Inventory(ShownAsTable):
 def _found_source() -> Path | str | None:
     """The file, or the word, of ``$SKYFAB_INVENTORY``, else the inventory file of this folder, else of the user."""
     if named := os.environ.get("SKYFAB_INVENTORY"):
-        return named if detect.is_word(named) else expanded(named)
+        return named if is_word(named) else expanded(named)
     config = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     if not config.is_absolute():  # then the XDG specification says to ignore it
         config = expanded("~/.config")
     paths = (Path("inventory.toml"), Path(config, "skyfab", "inventory.toml"))
     return next(filter(os.path.lexists, paths), None)
+
+
+def is_word(given: str) -> bool:
+    """Whether this is the word of a source, and not the path of a file."""
+    return any(source.names(given) for source in _SOURCES)
+
+
+def _read(given: str | os.PathLike[str]) -> Contents:
+    """The hosts of a source: its word, or the path of a file. Raises InventoryError."""
+    for source in _SOURCES:
+        if isinstance(given, str) and source.names(given):
+            rest = given.partition(":")[2]
+            return source.read(str(expanded(rest)) if source.takes == "path" else rest)
+    return source_of(Path(given)).read(os.fspath(given))
+
+
+def source_of(path: Path) -> Source:
+    """The source that a file is of, by its name or its text: a list of names is a hostfile.
+
+    Raises InventoryError if it is not readable, or ambiguous.
+    """
+    text = "" if path.is_dir() else read_text(path)
+    if path.suffix == ".toml" or _TOML.search(text):
+        return file.SOURCE
+    if path.suffix in _ANSIBLE_SUFFIXES or path.is_dir() or _ANSIBLE.search(text):
+        return ansible.SOURCE
+    if (line := _UNCLEAR.search(text)) and not re.search(r"\b(slots|count|cpu)\s*=", text):
+        raise InventoryError(
+            f"{path}: in {line[1][:60]!r}, is the number the host's slots (MPI) or its port (Ansible)?",
+            hint=f"write hostfile:{path} or ansible:{path}",
+        )
+    return hostfile.SOURCE
 
 
 def _first(hosts: tuple[Host, ...], nodes: int | None) -> tuple[Host, ...]:

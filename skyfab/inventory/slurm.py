@@ -9,7 +9,6 @@ from typing import Final
 
 from skyfab.errors import InventoryError, UsageError
 from skyfab.inventory.builder import Listing
-from skyfab.inventory.host import NAME
 from skyfab.inventory.selection import expand, split
 from skyfab.inventory.source import Contents, Source
 
@@ -32,7 +31,7 @@ def read(environ: Mapping[str, str]) -> Contents:
         text = environ.get(variable) or ("" if parts else environ.get("SLURM_NODELIST", ""))
         if not text:
             raise InventoryError(f"not inside a Slurm allocation: {variable} is not set", hint=_OUTSIDE)
-        names = _names(text, variable, listing)
+        names = _names(text, variable)
         for name in names:
             listing.add(name, variable, {})
         if group:
@@ -40,16 +39,12 @@ def read(environ: Mapping[str, str]) -> Contents:
     return listing.read(_OUTSIDE)
 
 
-def _names(text: str, variable: str, listing: Listing) -> list[str]:
+def _names(text: str, variable: str) -> list[str]:
     """The names that a compressed list stands for."""
     try:
-        names = [name for word in split(text) for name in expand(word)]
-        if not all(map(NAME.fullmatch, names)):
-            raise UsageError(f"not a list of nodes: {text[:80]!r}", hint="as in gpu[01-03,7],login1")
+        return [name for word in split(text) for name in expand(word)]
     except UsageError as error:
-        listing.mistakes.note(variable, error.message, error.hint)
-        return []
-    return names
+        raise InventoryError(f"{variable}: {error.message}", hint=error.hint) from None
 
 
 SOURCE = Source(word="slurm", takes="nothing", read=lambda _: read(os.environ))

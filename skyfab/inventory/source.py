@@ -1,6 +1,6 @@
 """`Source`: where hosts can come from, such as hostfiles or Slurm. The module of each kind has a `SOURCE`.
 
-`Contents` is what a source has, `Mistakes` what is wrong with it; `read_text` reads the files that list hosts.
+`Contents` is what a source has; `read_text` reads the files that list hosts.
 """
 
 from __future__ import annotations
@@ -24,27 +24,6 @@ class Contents(NamedTuple):
     """What was skipped, by name, with the reason."""
 
 
-class Mistakes:
-    """What is wrong with one source, in order."""
-
-    def __init__(self, source: str) -> None:
-        self.source = source
-        self._found: dict[tuple[str, str, str | None], None] = {}
-
-    def note(self, where: str, problem: str, hint: str | None) -> None:
-        """Records a mistake, once; `where` is ``file:line: words``."""
-        self._found[where, problem, hint] = None
-
-    def check(self) -> None:
-        """Raises one `InventoryError` with all of them, if there are any."""
-        if len(self._found) == 1:
-            where, problem, hint = next(iter(self._found))
-            raise InventoryError(f"{where}: {problem}", hint=hint)
-        if self._found:
-            lines = [f"{where}: {problem}" + (f" ({hint})" if hint else "") for where, problem, hint in self._found]
-            raise InventoryError("\n  ".join([f"{self.source}: {len(lines)} mistakes", *lines]))
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
     """What `detect` knows about a source."""
@@ -55,8 +34,6 @@ class Source:
     """What follows the word and a colon. A path must, a pattern may."""
     read: Callable[[str], Contents]
     """Reads what follows the word; empty if nothing does. Raises InventoryError."""
-    matches: Callable[[Path, str], bool] = lambda path, text: False
-    """Whether a file, given without a word, is of this kind, by its path and text; a folder has no text."""
 
     def names(self, given: str) -> bool:
         """Whether these are words for this source, and not the path of a file."""
@@ -65,7 +42,7 @@ class Source:
         return word == self.word and wanted[self.takes]
 
 
-def read_text(path: str | os.PathLike[str], hint: str = "check the path", *, strict: bool = True) -> str:
+def read_text(path: str | os.PathLike[str], *, strict: bool = True) -> str:
     """The text of a file. Raises InventoryError if the file is not readable, or not text.
 
     If not `strict`, bytes that are not UTF-8 are accepted, as in comments of files that other programs read.
@@ -74,6 +51,7 @@ def read_text(path: str | os.PathLike[str], hint: str = "check the path", *, str
     try:
         text = Path(path).read_bytes().decode("utf-8-sig", "strict" if strict else "backslashreplace")
     except OSError as error:
+        hint = "check the path; to create an inventory: skyfab init"
         raise InventoryError(f"{name}: {error.strerror}", hint=hint) from None
     except ValueError as error:  # not UTF-8, or a NUL in the path
         raise InventoryError(f"{name!r}: not a text file ({error})", hint="save it as UTF-8") from None

@@ -1,4 +1,4 @@
-"""Aliases of ssh_config: the names in its Host lines, and what ``ssh -G`` says about them."""
+"""Aliases of ssh_config, with what ``ssh -G`` says about them, and the names of hosts in known_hosts."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ _SYSTEMS: Final = "/etc/ssh/ssh_config"
 _ACCOUNT: Final = ("hostname", "port", "user", "proxyjump", "proxycommand")
 """What is equal for two aliases of the same account on the same machine."""
 _LINE: Final = re.compile(r'\s*"?([a-z]+)"?(?:\s*=\s*|\s+)(.*)', re.IGNORECASE)
+_KNOWN_HOSTS: Final = "~/.ssh/known_hosts"
+_SERVICES: Final = re.compile(
+    r"(.*\.)?(github|gitlab|bitbucket|codeberg|sr|azure|visualstudio)\.(com|org|ht)|.*\.hf\.co"
+)
+"""They take keys, and run no programs."""
 
 Settings = dict[str, list[str]]
 """Values by keyword, in lower case."""
@@ -138,6 +143,25 @@ def _account(name: str, found: Settings) -> object:
 
 def _hint(known: Sequence[str]) -> str:
     return f"its aliases are {some(known)}" if known else f"add lines to {_USERS}: Host node1, HostName 10.0.0.11"
+
+
+def known_hosts(path: str | os.PathLike[str] = _KNOWN_HOSTS) -> list[str]:
+    """One name for each host, as ``node1`` or ``10.0.0.5:2222``, in the order of the file. None without a file.
+
+    Hashed names cannot be read.
+    """
+    try:
+        entries = [line.split() for line in lines_of(read_text(expanded(os.fspath(path))))]
+    except InventoryError:
+        return []
+    first = [words[0].split(",")[0] for words in entries if len(words) >= 3 and not words[0].startswith(("#", "@"))]
+    found = dict.fromkeys(re.sub(r"^\[(.+)\]:([0-9]+)$", _with_port, name) for name in first)
+    return [name for name in found if Address.parse(name) is not None and not _SERVICES.fullmatch(name)]
+
+
+def _with_port(match: re.Match[str]) -> str:
+    host = f"[{match[1]}]" if ":" in match[1] else match[1]
+    return f"{host}:{match[2]}"
 
 
 # ---- its lines

@@ -74,13 +74,6 @@ def test_a_function_of_a_file_runs(project: Path) -> None:
     assert ran.stdout == "local[0] main a b c\n", ran.stderr
 
 
-def test_a_function_that_a_file_does_not_have_is_reported_before_connecting(project: Path) -> None:
-    (project / "other.py").write_text("def main(*words):\n    print('main', *words)\n")
-    ran = skyfab(project, "run", "--hosts=nowhere.invalid", "other.py:mian")
-    assert ran.returncode == 2
-    assert ran.stderr == "error: other.py has no function mian\nhint: did you mean other.py:main?\n"
-
-
 def test_hosts_with_a_space_between_them_are_named_in_the_hint(project: Path) -> None:
     ran = skyfab(project, "run", "--hosts", "node1", "node2", "script.py", "1")
     assert ran.returncode == 2

@@ -478,24 +478,6 @@ def test_ctrl_c_while_commands_are_loaded_is_no_traceback() -> None:
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "interrupted\n")
 
 
-def test_ctrl_c_while_a_command_imports_its_modules_is_no_traceback() -> None:
-    """Python 3.11 raises a RuntimeError for one that comes in `__set_name__`."""
-    program = """if True:
-        from skyfab.cli.command import command
-        from skyfab.cli.tasks import main
-        class Field:
-            def __set_name__(self, owner, name):
-                raise KeyboardInterrupt
-        @command
-        def slow() -> None:
-            '''Imports a module.'''
-            type("Reader", (), {"hosts": Field()})
-        main(["skyfab", "slow"], commands={"slow": slow})
-    """
-    ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "interrupted\n")
-
-
 ASKED = r"interrupted: \[s\]top, \[d\]etach and leave it running, or \[c\]ontinue, then Enter:"
 
 

@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("world")
         ("failed to lookup address information", True, "change the versions"),
         ("app was not found in the registry", False, "is the name spelled correctly"),
         ("app has no wheels with a matching tag", False, "choose a version that has a wheel"),
-        ("app 1 and app 2 conflict", False, "change the versions in"),
+        ("app 1 and app 2 conflict", False, "change the versions that you request"),
     ],
 )
 def test_a_failure_says_what_to_try_next(said: str, offline: bool, hint: str) -> None:

@@ -114,9 +114,7 @@ def check_text(text: str) -> Inventory | None:
     if isinstance(found, Inventory):
         return found
     assert isinstance(found, InventoryError)
-    first, *lines = str(found).splitlines()
-    assert first.startswith("inventory.toml:")
-    assert "mistakes" not in first or len(lines) == int(first.split()[1])
+    assert str(found).startswith("inventory.toml:")
     return None
 
 

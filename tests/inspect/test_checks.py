@@ -13,11 +13,10 @@ from hypothesis import strategies as st
 
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, SkyfabError, Unreachable
 from skyfab.host.ask.examine import examine, file_system, is_networked, sshd_setting
-from skyfab.inspect.doctor import checks, measure, pairs, report
-from skyfab.inspect.doctor.checks import CHECKS, findings
+from skyfab.inspect.doctor import measure, pairs, report
+from skyfab.inspect.doctor.checks import findings
 from skyfab.inspect.doctor.examine import refused
-from skyfab.inspect.doctor.finding import Finding, worst
-from skyfab.inspect.doctor.host_report import EXAMINE, Facts, HostReport
+from skyfab.inspect.doctor.finding import EXAMINE, Facts, Finding, HostReport, worst
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.session.question import Reply
@@ -60,11 +59,6 @@ def found_on(gpus: list[dict[str, Any]] | None = None, gpu_error: str | None = N
 def report_of(said: Any) -> HostReport:
     """A host's answer as it is read."""
     return EXAMINE.parse(HOST, iter([Reply(said, b"")]))
-
-
-def test_every_module_of_the_checks_is_registered() -> None:
-    modules = {path.stem for path in Path(checks.__file__).parent.glob("[!_]*.py")}
-    assert {check.__module__.rpartition(".")[2] for check in CHECKS} == modules
 
 
 def test_a_good_host_has_no_findings() -> None:

@@ -9,7 +9,7 @@ import pytest
 from skyfab.errors import InventoryError
 from skyfab.inventory.ansible import SOURCE
 from skyfab.inventory.host import Host
-from skyfab.inventory.inventory import Inventory
+from skyfab.inventory.inventory import Inventory, source_of
 
 
 def read(text: str, folder: Path, name: str = "hosts.ini") -> Inventory:
@@ -174,7 +174,9 @@ def test_a_host_with_another_connection_is_this_machine_or_skipped(tmp_path: Pat
     ],
 )
 def test_what_is_taken_for_an_inventory_of_ansible(name: str, text: str, found: bool, tmp_path: Path) -> None:
-    assert SOURCE.matches(tmp_path / name, text) is found
+    if name != ".":
+        (tmp_path / name).write_text(text)
+    assert (source_of(tmp_path / name) is SOURCE) is found
 
 
 # Mistakes

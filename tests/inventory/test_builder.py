@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from skyfab.errors import InventoryError
@@ -22,26 +24,23 @@ def test_hosts_and_groups() -> None:
     assert (found.groups, found.left_out) == ({"gpu": ("node2", "node1")}, {"node3": "not SSH"})
 
 
-def test_all_mistakes_with_their_places() -> None:
+@pytest.mark.parametrize(
+    ("name", "keys", "message"),
+    [
+        ("node2", {"port": 0}, "list:3: the port: must be from 1 to 65535"),
+        ("node2", {"user": "-x"}, "list:1: 'node2': must not start with '-'"),
+        ("group", {}, "list:4: group 'group': a host has that name"),
+    ],
+)
+def test_a_mistake_has_its_place(name: str, keys: dict[str, Any], message: str) -> None:
     listing = Listing("list")
-    listing.add("node 1", "list:1", {})
-    listing.add("node2", "list:2", {"port": 0, "user": "-x"}, {"port": "list:3: the port"})
-    listing.add_group("node2", "list:4", [])
+    listing.add_group("group", "list:4", [])
+    with pytest.raises(InventoryError, match="list:1: 'node 1': not a valid host name"):
+        listing.add("node 1", "list:1", {})
+    listing.add(name, "list:1", keys, {"port": "list:3: the port"})
     with pytest.raises(InventoryError) as caught:
         listing.read("no hint")
-    first, *rest = caught.value.message.splitlines()
-    assert first == "list: 4 mistakes"
-    for line, shown in zip(
-        rest,
-        (
-            "list:1: 'node 1': not a valid host name",
-            "list:3: the port: must be from 1 to 65535",
-            "list:2: 'node2': must not start with '-'",
-            "list:4: group 'node2': a host has that name",
-        ),
-        strict=True,
-    ):
-        assert line.strip().startswith(shown)
+    assert caught.value.message.startswith(message)
 
 
 def test_a_source_without_hosts_says_what_was_skipped() -> None:

@@ -628,49 +628,6 @@ def test_a_document_of_brackets_only_is_not_toml() -> None:
     assert mistake(f"a = {'[' * 100_000}").message.startswith("inv.toml: not valid TOML: ")
 
 
-def test_a_table_that_is_there_twice_is_named_as_in_the_file() -> None:
-    message = mistake("[hosts.node1]\n[hosts.node1]").message
-    assert message.startswith("inv.toml: not valid TOML: [hosts.node1] is defined twice (at line 2")
-
-
-def test_a_mistake_in_the_first_line() -> None:
-    assert mistake("[host.a]\n[hosts.b]").message == "inv.toml:1: unknown table [host]"
-
-
-def test_all_mistakes_are_reported_at_once_the_count_first_each_on_its_line() -> None:
-    error = mistake("""
-        [defaults]
-        slots = 0
-        [hosts.a]
-        prot = 22
-        port = "22"
-        [hosts.b]
-        [groups]
-        g = ["c"]
-        h = ["h"]
-        """)
-    assert str(error).splitlines() == [
-        "inv.toml: 5 mistakes",
-        "  inv.toml:3: [defaults] slots: must be between 1 and 4,096, not 0"
-        " (exclude a host from a selection with !name)",
-        '  inv.toml:5: [hosts.a]: unknown key "prot" (did you mean port?)',
-        "  inv.toml:6: [hosts.a] port: must be an integer, not a string (write it without quotes)",
-        "  inv.toml:10: [groups] h: contains itself: h → h (remove one of them)",
-        '  inv.toml:9: [groups] g: no host, group or tag matches "c" (known names: a, b, g, h, all and 1 more)',
-    ]
-
-
-def test_a_host_with_a_mistake_is_not_also_missing_from_its_group() -> None:
-    assert "mistakes" not in mistake('[hosts.a]\nport = 0\n[groups]\ng = ["a"]').message
-
-
-def test_several_circles_are_all_reported() -> None:
-    error = mistake('[hosts.x]\n[groups]\na = ["b"]\nb = ["a"]\nc = ["d"]\nd = ["c"]\ne = ["a"]')
-    assert "2 mistakes" in error.message
-    assert "a → b → a" in error.message
-    assert "c → d → c" in error.message
-
-
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from skyfab.inventory.known_hosts import names
+from skyfab.inventory.ssh_config import known_hosts as names
 
 
 def test_names_of_known_hosts(tmp_path: Path) -> None:

@@ -55,8 +55,8 @@ def test_outside_of_an_allocation_there_is_a_clear_error(environ: dict[str, str]
         ("gpu[3-1]", "counts down"),
         ("gpu[0-99999999]", "expands to more than 10000 hosts"),
         ("n[1-9999][1-9999]", "expands to more than 10000 hosts"),
-        ("a b", "not a list of nodes"),
-        ("-oProxyCommand=x", "not a list of nodes"),
+        ("a b", "not a valid host name"),
+        ("-oProxyCommand=x", "not a valid host name"),
         (",,,", "has no hosts"),
     ],
 )

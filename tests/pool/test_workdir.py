@@ -557,7 +557,7 @@ def test_so_is_one_that_lies_beside_its_module_here(folder: Path, remote: list[s
     place = inventory(tmp_path / "i.toml", remote[:1])
     ran = skyfab(folder, "run", "--hosts=node1", "sub/reads.py", inventory=place)
     assert ran.returncode == 1
-    assert f"{folder}/sub/data.csv exists on this machine, not on node1: --sync sends it along" in ran.stderr
+    assert f"{folder}/sub/data.csv exists on this machine, not on node1: Image(includes=" in ran.stderr
     ran = skyfab(folder, "run", "--hosts=node1", "--sync", "sub/reads.py", inventory=place)
     assert ran.stdout == "node1[0] 1\n", ran.stderr
 

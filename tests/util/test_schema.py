@@ -89,16 +89,21 @@ def test_long_values_are_cut() -> None:
     assert parse(dict[str, str], {"a": "abcdef", "b": "", "c": ""}, limits) == {"a": "abc", "b": ""}
 
 
-def test_all_mistakes_of_a_table_are_returned() -> None:
+@pytest.mark.parametrize(
+    ("table", "key", "problem", "hint"),
+    [
+        ({"port": 22, "prot": 1}, "prot", 'unknown key "prot"', "did you mean port?"),
+        ({"zzz": 2}, "zzz", 'unknown key "zzz"', "known keys: port, b"),
+        ({"b": 0}, "b", "must be 22", "write 22"),
+    ],
+)
+def test_a_mistake_in_a_table(table: dict[str, Any], key: str, problem: str, hint: str) -> None:
     def port(value: object) -> int:
         if value != 22:
             raise UsageError("must be 22", hint="write 22")
         return 22
 
-    values, mistakes = parse_table({"port": 22, "prot": 1, "zzz": 2, "b": 0}, {"port": port, "b": port})
-    assert values == {"port": 22}
-    assert mistakes == [
-        Mistake("prot", 'unknown key "prot"', "did you mean port?"),
-        Mistake("zzz", 'unknown key "zzz"', "known keys: port, b"),
-        Mistake("b", "must be 22", "write 22"),
-    ]
+    with pytest.raises(Mistake) as caught:
+        parse_table(table, {"port": port, "b": port})
+    assert (caught.value.key, caught.value.problem, caught.value.hint) == (key, problem, hint)
+    assert parse_table({"port": 22}, {"port": port}) == {"port": 22}

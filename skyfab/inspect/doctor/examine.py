@@ -10,8 +10,7 @@ from typing import Final
 from skyfab.calls.image import Image
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, PoolError, ProtocolError, SkyfabError
 from skyfab.inspect.doctor import checks, measure, pairs
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import EXAMINE, HostReport
+from skyfab.inspect.doctor.finding import EXAMINE, Finding, HostReport
 from skyfab.inventory.host import Host
 from skyfab.pool.compute import Compute
 from skyfab.session.ask import Asker

@@ -17,8 +17,7 @@ from skyfab.inspect.doctor.checks import (
     shell,
     sshd,
 )
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import Findings, HostReport
+from skyfab.inspect.doctor.finding import Finding, Findings, HostReport
 
 CHECKS: Final[tuple[Callable[[HostReport], Findings], ...]] = (
     shell.check,

@@ -6,7 +6,7 @@ from typing import Final
 
 from skyfab._util import toml
 from skyfab._util.sizes import readable
-from skyfab.inspect.doctor.host_report import Facts, Findings, HostReport
+from skyfab.inspect.doctor.finding import Facts, Findings, HostReport
 
 _LEAST: Final = 500_000_000
 _ADVICE: Final = 10_000_000_000

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from skyfab.env.torch_variants import DRIVERS, cuda_for
-from skyfab.inspect.doctor.host_report import Findings, HostReport
+from skyfab.env.facts import DRIVERS, cuda_for
+from skyfab.inspect.doctor.finding import Findings, HostReport
 
 
 def check(report: HostReport) -> Findings:

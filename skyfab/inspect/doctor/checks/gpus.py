@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 
-from skyfab.inspect.doctor.host_report import Findings, HostReport
+from skyfab.inspect.doctor.finding import Findings, HostReport
 from skyfab.inspect.survey import Gpu
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 
-from skyfab.inspect.doctor.host_report import Findings, HostReport
+from skyfab.inspect.doctor.finding import Findings, HostReport
 
 
 def check(report: HostReport) -> Findings:

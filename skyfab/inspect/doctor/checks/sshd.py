@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from skyfab.inspect.doctor.host_report import Findings, HostReport
+from skyfab.inspect.doctor.finding import Findings, HostReport
 
 _STARTUPS: Final = 10
 

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from stage.projects import inventory, skyfab
 from stage.spot import until
 
 import skyfab as sky
@@ -111,11 +110,6 @@ def test_names_that_are_no_text_travel(tmp_path: Path, open_pool: OpenPool) -> N
     assert found == [b"bad\xff.csv", b"good.csv"]
 
 
-def test_a_working_folder_of_another_user_is_refused(open_pool: OpenPool) -> None:
-    with pytest.raises(sky.UsageError, match="workdir must be an absolute path"):
-        open_pool(workdir="~nobody-of-that-name/data")
-
-
 def test_functions_of_a_spawned_child_run(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(
         textwrap.dedent(
@@ -148,22 +142,6 @@ def test_functions_of_a_spawned_child_run(tmp_path: Path) -> None:
         [sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170
     )
     assert ran.stdout == "(40, 40)\n", ran.stderr
-
-
-@pytest.mark.slow
-def test_a_module_that_opens_a_pool_while_a_bare_host_imports_it_is_told_about_that(
-    hosts_of: Callable[..., list[sky.Host]], tmp_path: Path
-) -> None:
-    """And not about a library that is missing there."""
-    (tmp_path / "unguarded.py").write_text(
-        "import skyfab as sky\n\n"
-        "def main():\n    return 1\n\n"
-        "with sky.Compute('local') as compute:\n    print(sky.function(main)() >> compute)\n"
-    )
-    place = inventory(tmp_path / "inventory.toml", [*hosts_of("openssh", 1)])
-    ran = skyfab(tmp_path, "run", "--hosts=node1", "unguarded.py:main", inventory=place)
-    assert "unguarded.py, line 6" in ran.stderr
-    assert "pathspec" not in ran.stderr
 
 
 def test_a_stream_of_results_that_is_dropped_before_its_first_one_stops_its_calls(open_pool: OpenPool) -> None:

@@ -238,16 +238,3 @@ def test_a_value_that_cannot_be_pickled_is_named(source: str) -> None:
     with pytest.raises(NotPicklable, match="f cannot be pickled") as caught:
         pack_function(Function(space["f"]))
     assert "'gate', a lock" in (caught.value.hint or "")
-
-
-def test_whatever_pickling_raises_is_not_picklable() -> None:
-    """User code runs while it is pickled; its exception is the cause."""
-
-    class Bomb:
-        def __reduce__(self) -> Any:
-            raise RuntimeError("boom")
-
-    with pytest.raises(NotPicklable) as caught:
-        pack_arguments(Function(script("def f(x): pass")["f"])(Bomb()))
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    assert isinstance(caught.value, TypeError)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import re
 import shutil
 import signal
 import sys
@@ -92,25 +91,6 @@ def test_modules_may_be_imported_while_those_that_are_loaded_are_listed(
     assert len(names) < 10_000
 
 
-def test_an_edit_counts_though_a_signal_has_interrupted_the_call_that_noticed_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As Ctrl-C does: the next call still sends the new code."""
-    found = project.Project(sky.Image(includes=[str(folder)]))
-    before = found.tree()
-    (folder / "one.py").write_text("value = 2\n")
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as context:
-        context.setattr(project, "Modules", interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            found.tree()
-    assert found.tree().digest != before.digest
-    found.close()
-
-
 @pytest.mark.parametrize("does", ["returns", "raises"])
 def test_a_signal_while_files_are_read_holds_up_no_other_thread(
     folder: Path, monkeypatch: pytest.MonkeyPatch, does: str
@@ -181,20 +161,6 @@ def test_a_pool_that_is_opened_again_sees_what_was_written_meanwhile(folder: Pat
     found.close()
 
 
-def test_what_a_link_refers_to_is_watched(folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "common").mkdir()
-    shared = tmp_path / "common" / "utils.py"
-    shared.write_text("value = 1\n")
-    (folder / "utils.py").symlink_to(shared)
-    found = project.Project(sky.Image(includes=[str(folder)]))
-    before = found.tree()
-    found.tree()
-    found._next_scan = time.monotonic() + 1000
-    shared.write_text("value = 22\n")
-    assert found.tree().digest != before.digest
-    found.close()
-
-
 def test_a_file_that_changes_before_it_is_sent_is_sent_as_it_was_read_again(folder: Path) -> None:
     """A program that writes to its log faster than hosts reply would never send it."""
     log = folder / "app.log"
@@ -224,38 +190,6 @@ def test_includes_keep_what_may_be_executed_and_have_the_files_that_links_lead_t
     files = {inner.partition("/")[2]: executable for inner, _, *executable in found.tree(anew=True).files}
     assert {"one.py": [], "v2/run.sh": ["x"], "now/run.sh": ["x"]}.items() <= files.items()
     found.close()
-
-
-@pytest.mark.parametrize(
-    ("image", "message"),
-    [
-        ({"includes": ["secret"]}, "names 'secret', which is not readable"),
-        ({"excludes": ["*.bin", "!"]}, "has '!', which is not a pattern"),
-    ],
-)
-def test_an_image_with_what_cannot_be_sent_or_matched_is_refused(
-    image: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    user = os.geteuid()
-    with tempfile.TemporaryDirectory() as made:
-        Path(made).chmod(0o755)
-        monkeypatch.chdir(made)
-        Path("secret").touch(mode=0)
-        try:
-            if user == 0:  # may read everything
-                os.setresuid(65534, 65534, 0)
-            with pytest.raises(sky.UsageError, match=re.escape(message)):
-                project.Project(sky.Image(**image))
-        finally:
-            os.setresuid(user, user, user)
-            monkeypatch.undo()
-
-
-def test_a_project_of_which_nothing_is_sent_is_not_scanned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`skyfab top` makes such calls all the time, in whichever folder it was started."""
-    found = project.Project(sky.Image(excludes=["*"]))
-    monkeypatch.setattr(found, "_scan", None)
-    assert found.tree(anew=True) is project.EMPTY
 
 
 def test_a_script_in_the_home_folder_brings_what_it_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

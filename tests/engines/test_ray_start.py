@@ -10,13 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.plugins.ray import Ray
 
 STAND_IN = """
 import sys, time
@@ -82,22 +80,6 @@ def test_a_port_that_is_taken_meanwhile_is_chosen_again(ray_that: Callable[..., 
         name, *ports = address.split("/")
     assert name == "address"
     assert len(set(ports)) == 3
-
-
-def test_without_any_host_it_is_lost(ray_that: Callable[..., sky.Compute]) -> None:
-    pool = ray_that("", good=1)
-    pool.hosts[0].lost = sky.HostLost("gone", host="here1")
-    with pytest.raises(sky.HostLost), pool.ray():
-        pass
-
-
-def test_variables_of_the_user_are_back_after_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "mine")
-    monkeypatch.delenv("RAY_AUTH_TOKEN", raising=False)
-    info: Any = None
-    with Ray(variables={"RAY_ADDRESS": "ours", "RAY_AUTH_TOKEN": "secret"}).around_call(info):
-        assert (os.environ["RAY_ADDRESS"], os.environ["RAY_AUTH_TOKEN"]) == ("ours", "secret")
-    assert (os.environ["RAY_ADDRESS"], os.environ.get("RAY_AUTH_TOKEN")) == ("mine", None)
 
 
 def test_ctrl_c_while_it_starts_ends_it(ray_that: Callable[..., sky.Compute], tmp_path: Path) -> None:

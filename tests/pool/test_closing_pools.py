@@ -49,15 +49,6 @@ def test_calls_that_run_when_the_pool_closes_are_cancelled(
     assert raised.value.host in ("here1", "here2")
 
 
-def test_what_a_rank_raises_itself_is_an_error_of_the_broadcast(open_pool: Callable[..., sky.Compute]) -> None:
-    @sky.function
-    def cancelled() -> None:
-        raise sky.CallCancelled("in a pool of its own")
-
-    with pytest.raises(sky.BroadcastError, match="failed on 2 of 2 ranks"):
-        cancelled() @ open_pool(count=2)
-
-
 def test_a_call_of_an_actor_says_that_the_pool_has_ended_it(open_pool: Callable[..., sky.Compute]) -> None:
     pool = open_pool()
     waiting = pool.actor(threading.Event)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -12,7 +11,6 @@ from typing import Any
 
 import pytest
 from stage.spot import until
-from stage.threads import begin
 
 import skyfab as sky
 from skyfab._util.cache import cache_folder
@@ -20,7 +18,6 @@ from skyfab.errors import ProtocolError
 from skyfab.files.entries import walk
 from skyfab.files.source import Source
 from skyfab.files.transfer import Here
-from skyfab.host import compiled
 from skyfab.pool.compiled import _Exchange
 
 Open = Callable[..., sky.Compute]
@@ -80,10 +77,6 @@ def with_numpy() -> str:
     return has_compiled()
 
 
-def variables() -> dict[str, str]:
-    return {name: os.environ.get(name, "") for name in ("TORCHINDUCTOR_CACHE_DIR", "TORCH_EXTENSIONS_DIR")}
-
-
 def test_what_one_host_has_compiled_the_other_one_gets_and_only_what_is_complete(pair: Open) -> None:
     compute = pair()
     compute.run(sky.function(compile_by_hand)("fast"))
@@ -107,14 +100,6 @@ def test_hosts_that_are_not_trusted_get_no_code_of_others(pair: Open) -> None:
     compute.run(sky.function(compile_by_hand)("hostile"))
     compute.run(sky.function(compile_by_hand)("hostile"))
     assert not (cache_folder() / "compiled").exists()
-
-
-def test_a_folder_that_the_user_has_chosen_stays(pair: Open, tmp_path: Path) -> None:
-    chosen = str(tmp_path / "own")
-    compute = pair(env={"TORCHINDUCTOR_CACHE_DIR": chosen})
-    found = compute.run(sky.function(variables)())
-    assert found["TORCHINDUCTOR_CACHE_DIR"] == chosen
-    assert found["TORCH_EXTENSIONS_DIR"].startswith(str(tmp_path / "a" / "compiled"))
 
 
 def test_a_host_whose_answer_is_not_a_key_is_left_out(pair: Open, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,29 +136,6 @@ def test_a_host_cannot_fill_this_machine_with_what_has_no_size(
     with pytest.raises(ProtocolError):
         exchange._take(None)  # type: ignore[arg-type]
     assert len([*(cache_folder() / "compiled" / ("0" * 40)).iterdir()]) <= 20
-
-
-def test_closing_does_not_wait_for_a_host_that_does_not_respond(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyfab.session.fanout.PATIENCE", 0.1)
-    node: Any = object()
-    asked, responds = threading.Event(), threading.Event()
-
-    def take(_: object) -> tuple[str, int]:
-        asked.set()
-        responds.wait(60)
-        return "", 0
-
-    exchange = _Exchange([node], lambda node, tree: node)
-    monkeypatch.setattr(exchange, "_take", take)
-    exchange._exchange_with(node)
-    assert asked.wait(30)
-    begin(exchange.close).result(30)
-    responds.set()
-
-
-def test_what_compiled_code_depends_on_has_one_name() -> None:
-    assert compiled.key() == compiled.key()
-    assert len(compiled.key()) == 40
 
 
 def first_step() -> tuple[float, dict[str, int]]:

@@ -16,13 +16,10 @@ from stage.spot import Spot, until
 from stage.threads import at_once, begin
 
 import skyfab as sky
-from skyfab.lab import Lab
 from skyfab.pool.task import Task
 from skyfab.protocol.mux import ACK_FRAMES, SMALL
-from skyfab.session import timing
 from skyfab.ui.events import CallEnded, CallStarted, Event
 
-np = pytest.importorskip("numpy")
 pytestmark = pytest.mark.lab
 
 MB = 1 << 20
@@ -53,13 +50,6 @@ def wait_at(path: str, value: Any = None) -> Any:
 def one(hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
     """One host with one slot, over a real connection."""
     with sky.Compute(hosts_of("openssh", 1), ui="none") as compute:
-        yield compute
-
-
-@pytest.fixture(scope="module")
-def lent_one(lent_hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
-    """One that has numpy."""
-    with sky.Compute(lent_hosts_of("openssh", 1), ui="none") as compute:
         yield compute
 
 
@@ -99,32 +89,6 @@ def interrupt_when(condition: Callable[[], Any]) -> Future[None]:
 def make(number: int) -> Any:
     """A function like no other."""
     return sky.function(lambda: number)
-
-
-# ---- a host that falls silent
-
-
-def test_a_host_that_is_cut_off_is_lost_and_the_others_go_on(
-    namespaces: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """First in this file: it shortens the patience of every pool, and no other is open yet."""
-    monkeypatch.setattr(timing, "HEARTBEAT", 0.2)
-    monkeypatch.setattr(timing, "SUSPECT_AFTER", 0.7)
-    pool = open_pool("openssh", count=2, lease=5, heartbeat_timeout=1.5)
-    first = namespaces.hosts[0]
-    waiting = begin(lambda: stay(spot / "pid") >> pool)
-    assert set(spot.read("pid")) == {first.name}
-    first.cut()
-    try:
-        with pytest.raises(sky.HostLost) as caught:
-            waiting.result(170)
-        assert caught.value.host == first.name
-        until(lambda: pool.hosts[0].lost, "the pool knows")
-        here = sky.function(lambda: sky.instance_info().hostname)
-        assert {here() >> pool for _ in range(5)} == {pool.hosts[1].agent.hostname}
-        pool.close()
-    finally:
-        first.restore()
 
 
 # ---- which calls take it
@@ -221,33 +185,6 @@ def test_a_function_is_not_forgotten_while_a_call_of_it_waits(one: sky.Compute, 
     assert second.result(170) == [-1]
 
 
-def test_a_call_given_ahead_moves_to_the_slot_that_an_express_call_has_left(
-    open_pool: Callable[..., sky.Compute], spot: Spot
-) -> None:
-    pool = open_pool("openssh", host={"slots": 2})
-
-    def short_ones() -> None:
-        for _ in range(100):
-            (identity(1) > pool).result(170)
-
-    short_ones()
-    first = wait_at(spot / "one") > pool
-    fastpath = begin(lambda: wait_at(spot / "two") >> pool)
-    until(lambda: all(slot.tasks for slot in pool._scheduler._slots), "both slots taken")
-    spot.leave("one")
-    first.result(170)
-    short_ones()
-    long = wait_at(spot / "three") > pool
-    behind = identity(7) > pool
-    spot.leave("two")
-    fastpath.result(170)
-    try:
-        assert behind.result(3) == 7
-    finally:
-        spot.leave("three")
-    long.result(170)
-
-
 # ---- callbacks
 
 
@@ -281,23 +218,6 @@ def test_ctrl_c_stops_the_call_on_its_host_and_the_pool_goes_on(
     ended = [event for event in heard if isinstance(event, CallEnded)]
     assert [(event.function, event.error is None) for event in ended] == [("stay", False), ("identity", True)] * 2
     assert {event.call for event in heard if isinstance(event, CallStarted)} == {event.call for event in ended}
-
-
-def test_ctrl_c_stops_one_of_two_calls(
-    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool]
-) -> None:
-    pool = open_pool("openssh", host={"slots": 2})
-    other = begin(lambda: wait_at(spot / "go", "other") >> pool)
-    until(lambda: pool._scheduler._slots[0].tasks, "the other call in its slot")
-    pressed = interrupt_when(lambda: spot.wait("pid"))
-    with pytest.raises(KeyboardInterrupt):
-        stay(spot / "pid") >> pool
-    pressed.result(170)
-    ((machine, pid),) = spot.notes("pid").items()
-    until(lambda: not runs_on(machine, int(pid)), "the end of the call's process")
-    spot.leave("go")
-    assert other.result(170) == "other"
-    assert at_once(lambda n: identity(n) >> pool, range(4)) == [0, 1, 2, 3]
 
 
 def test_ctrl_c_does_not_wait_for_a_host_that_is_silent(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
@@ -365,38 +285,6 @@ def test_a_process_that_ends_between_two_calls_is_replaced(
         assert len(set(found)) == 1
 
 
-def test_a_timeout_passes_while_small_calls_keep_the_host_busy(
-    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool]
-) -> None:
-    pool = open_pool("openssh", host={"slots": 2})
-
-    @sky.function(timeout=3)
-    def overdue(path: str) -> None:
-        linger(path)
-
-    late = begin(lambda: overdue(spot / "pid") >> pool)
-    ((machine, pid),) = spot.read("pid").items()
-    assert until(lambda: identity(1) >> pool == 1 and late.done(), "the end of its time")
-    with pytest.raises(sky.CallTimeout):
-        late.result()
-    until(lambda: not runs_on(machine, int(pid)), "the end of its process")
-    assert at_once(lambda n: identity(n) >> pool, range(4)) == [0, 1, 2, 3]
-
-
-def test_closing_a_pool_ends_the_call_that_another_thread_waits_for(
-    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool]
-) -> None:
-    pool = open_pool("openssh")
-    waiting = begin(lambda: stay(spot / "pid") >> pool)
-    ((machine, pid),) = spot.read("pid").items()
-    pool.close()
-    with pytest.raises(sky.SkyfabError):
-        waiting.result(170)
-    until(lambda: not runs_on(machine, int(pid)), "the end of its process")
-    pool.open()
-    assert identity(1) >> pool == 1
-
-
 # ---- what comes back
 
 
@@ -410,15 +298,3 @@ def test_results_of_any_size(one: sky.Compute) -> None:
     for size in (*sizes, *reversed(sizes)):
         assert some(size) >> one == pattern * (size // 1000) + b"." * (size % 1000)
         assert identity("small") >> one == "small"
-
-
-def test_small_arrays_have_memory_of_their_own(lent_one: sky.Compute) -> None:
-    @sky.function
-    def filled(n: int) -> Any:
-        return np.full(100, n)
-
-    found = [filled(n) >> lent_one for n in range(20)]
-    for n, array in enumerate(found):
-        assert (array == n).all()
-        array += 1
-    assert (filled(5) >> lent_one == 5).all()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from concurrent.futures import InvalidStateError, wait
+from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,22 +22,9 @@ def future() -> CallFuture:
     return CallFuture()
 
 
-def test_a_failure_is_raised_and_returned(future: CallFuture) -> None:
-    error = ValueError("no")
-    future.settle(None, error)
-    assert future.exception() is error
-    with pytest.raises(ValueError, match="no"):
-        future.result()
-
-
 def test_a_cancelled_call_is_done_for_those_who_wait_for_several(future: CallFuture) -> None:
     assert future.cancel()
     assert wait([future], timeout=0).done == {future}
-
-
-def test_a_wait_ends_after_its_timeout(future: CallFuture) -> None:
-    with pytest.raises(concurrent.futures.TimeoutError):
-        future.result(0.01)
 
 
 def test_another_process_cannot_wait(future: CallFuture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,24 +49,6 @@ def test_a_callback_runs_on_a_thread_of_its_own(future: CallFuture) -> None:
     future.settle(1)
     until(lambda: bool(threads))
     assert threads != [threading.get_ident()]
-
-
-def test_it_says_where_its_call_is(future: CallFuture) -> None:
-    future.label = "f"
-    assert repr(future) == "<Future of f: waiting>" and "<td>–</td>" in future._repr_html_()
-    future.node = SimpleNamespace(name="node1")  # type: ignore[assignment]
-    assert repr(future) == "<Future of f: running>" and "<td>node1</td>" in future._repr_html_()
-    future.settle(None, ValueError())
-    assert repr(future) == "<Future of f: raised ValueError>"
-    assert (done := CallFuture()).cancel() and repr(done) == "<Future: cancelled>"
-
-
-def test_it_can_be_awaited(future: CallFuture) -> None:
-    async def main() -> Any:
-        return await future
-
-    future.settle(3)
-    assert asyncio.run(main()) == 3
 
 
 @pytest.mark.parametrize(
@@ -141,31 +110,8 @@ def test_a_terminal_shows_what_the_main_thread_waits_for(future: CallFuture) -> 
     assert not events.waiting
 
 
-def test_a_terminal_does_not_show_what_other_threads_wait_for(future: CallFuture) -> None:
-    events = Events()
-    future.waiting = events.waiting
-    thread = threading.Thread(target=future.result)
-    thread.start()
-    until(lambda: bool(future._condition._waiting))
-    assert not events.waiting
-    future.settle(1)
-    thread.join()
-
-
-def test_what_has_ended_cannot_be_cancelled(future: CallFuture) -> None:
-    future.on_cancel = lambda: pytest.fail("told")
-    future.settle(1)
-    assert not future.cancel()
-
-
 def test_a_result_that_comes_after_cancelling_is_dropped(future: CallFuture) -> None:
     assert future.cancel()
     future.settle(1)
     future.settle(None, ValueError())
     assert future.cancelled()
-
-
-def test_two_results_are_an_error(future: CallFuture) -> None:
-    future.settle(1)
-    with pytest.raises(InvalidStateError):
-        future.settle(2)

@@ -6,9 +6,7 @@ import os
 import signal
 import socket
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +85,6 @@ def test_releasing_a_gang_ends_its_processes_and_ignores_lost_hosts() -> None:
 # ---- meeting
 
 
-def test_a_port_is_bound_until_the_function_may_have_it(open_pool: OpenPool) -> None:
-    pool = open_pool("local", ranks=2)
-    (port, bound), (same, _) = listens() @ pool
-    assert port == same > 0
-    assert bound
-
-
 @pytest.mark.slow
 def test_two_gangs_on_one_host_never_share_a_port(open_pool: OpenPool) -> None:
     pools = [open_pool("local", ranks=2) for _ in range(4)]
@@ -105,11 +96,6 @@ def test_ranks_of_several_hosts_know_the_interface_between_them(open_pool: OpenP
     for env in environment() @ open_pool("openssh", count=2):
         assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"]
         assert env["GLOO_SOCKET_IFNAME"] not in ("", "lo")
-
-
-def test_an_interface_can_be_named(open_pool: OpenPool, namespaces: Lab) -> None:
-    (env,) = environment() @ open_pool("openssh", host={"interface": "lo"})
-    assert env["GLOO_SOCKET_IFNAME"] == "lo"
 
 
 class Connected(sky.plugins.Plugin):
@@ -170,19 +156,6 @@ def test_a_job_has_a_name_that_no_other_has(open_pool: OpenPool, retries: int) -
     assert all(ranks[0].startswith(f"{retries} {solo() >> pool}-") for pool, ranks in zip(pools, found, strict=True))
 
 
-def test_hosts_may_have_different_numbers_of_ranks(hosts_of: Callable[..., list[sky.Host]]) -> None:
-    one, two = hosts_of("local", 2)
-    hosts = [replace(one, gpus=(0, 3)), replace(two, gpus=(1,))]
-    with sky.Compute(hosts, ui="none") as pool:
-        found = environment() @ pool
-    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "WORLD_SIZE", "CUDA_VISIBLE_DEVICES")
-    assert [[env[name] for name in names] for env in found] == [
-        ["0", "0", "2", "0", "3", "0,3"],
-        ["1", "1", "2", "0", "3", "0,3"],
-        ["2", "0", "1", "1", "3", "1"],
-    ]
-
-
 # ---- failure
 
 
@@ -236,31 +209,3 @@ def test_a_rank_that_is_stopped_may_say_goodbye(open_pool: OpenPool, spot: Spot)
     with pytest.raises(sky.BroadcastError):
         train() @ open_pool("local", count=2)
     assert Path(mark).read_text() == "checkpoint"
-
-
-def test_a_call_is_started_again_as_often_as_it_says(open_pool: OpenPool) -> None:
-    @sky.function(retries=2)
-    def third_time() -> int:
-        attempt = sky.instance_info().attempt
-        if attempt < 2 and sky.instance_info().rank == 1:
-            os._exit(3)
-        return attempt
-
-    pool = open_pool("local", ranks=2)
-    assert third_time() @ pool == [2, 2]
-    assert [info.attempt for info in sky.function(sky.instance_info)() @ pool] == [0, 0]
-
-
-def test_what_all_ranks_say_alike_is_said_once(open_pool: Callable[..., sky.Compute]) -> None:
-    def fail() -> None:
-        rank = sky.instance_info().rank
-        raise ValueError("alike") if rank else KeyError("other")
-
-    with pytest.raises(sky.BroadcastError) as raised:
-        sky.function(fail)() @ open_pool(ranks=3)
-    text = "".join(traceback.format_exception(raised.value))
-    assert text.count("in fail\n") == 2
-    assert text.count("[the traceback is that of here1[") == 1
-    assert {str(failure.__cause__).splitlines()[0] for failure in raised.value.exceptions} == {
-        f"on here1[{rank}]" for rank in range(3)
-    }

@@ -157,26 +157,3 @@ def test_a_file_of_another_server(hub: Hub) -> None:
     assert sum(one.sent for one in hub.asked) == 0, "only its size was asked for"
     with pytest.raises(sky.SkyfabError, match="HTTP 404"):
         look(f"{url}x#sha256={'0' * 64}")
-
-
-def test_a_server_that_nobody_reaches(hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(sky.SkyfabError, match="cannot reach") as failed:
-        look("hf://org/model")
-    assert failed.value.exit_code == 3
-
-
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("org/model", "hf://org/model"),
-        ("org/model@v2", "hf://org/model@v2"),
-        ("https://huggingface.co/org/model", "hf://org/model"),
-        ("https://huggingface.co/datasets/org/name/", "hf://datasets/org/name"),
-    ],
-)
-def test_what_was_probably_meant(typed: str, meant: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("HF_ENDPOINT", raising=False)
-    with pytest.raises(sky.UsageError) as caught:
-        find(typed, lambda *asked: pytest.fail("asked a server"))
-    assert caught.value.hint == f"did you mean {meant}?"

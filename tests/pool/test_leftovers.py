@@ -330,34 +330,6 @@ def test_a_pool_whose_opening_is_interrupted_leaves_nothing_while_the_program_go
     clean()
 
 
-def test_ctrl_c_twice_while_connecting(client: Client, hosts: list[LabHost], clean: Callable[[], None]) -> None:
-    for host in hosts:
-        host.cut()
-    try:
-        running = client.start("pass")
-        until(lambda: traces.here(client.temporary), "an ssh that tries")
-        for _ in range(2):
-            running.send_signal(signal.SIGINT)
-            time.sleep(0.5)
-        running.wait(3)
-        code, _ = client.end(running)
-    finally:
-        for host in hosts:
-            host.restore()
-    assert code in (130, -signal.SIGINT)
-    clean()
-
-
-def test_a_host_that_cannot_be_reached_leaves_nothing_on_the_others(
-    hosts_of: Callable[..., list[sky.Host]], clean: Callable[[], None]
-) -> None:
-    first, second = hosts_of("openssh", 2)
-    with pytest.raises(sky.SkyfabError):
-        with sky.Compute([first, sky.Host(name="nobody", address="127.0.0.1", port=1), second], lease=600, ui="none"):
-            pass
-    clean()
-
-
 # ---- the ends of parts
 
 
@@ -548,19 +520,6 @@ def test_children_that_a_function_has_started_are_gone_when_the_pool_closes(
     clean()
 
 
-def test_a_zygote_that_a_function_has_stopped_ends_with_its_pool(
-    open_pool: Callable[..., sky.Compute], clean: Callable[[], None]
-) -> None:
-    @sky.function
-    def stop() -> None:
-        os.kill(os.getppid(), signal.SIGSTOP)
-
-    pool = open_pool("openssh", count=1, lease=600)
-    stop() >> pool
-    pool.close()
-    clean()
-
-
 @pytest.mark.parametrize("how", ["close", "cancel", "timeout", "kill", "program"])
 def test_shared_memory_and_semaphores_go_with_their_processes(
     hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot, clean: Callable[[], None], how: str
@@ -633,28 +592,6 @@ def test_what_functions_leave_to_atexit_is_done_when_the_pool_closes(
     assert list(spot.read("written", 2).values()) == ["the last steps"] * 2
     assert list(spot.notes("written.log").values()) == ["a line"] * 2
     assert said.count("all is written") == 2 and sum("one that fails" in line for line in said) == 2
-    clean()
-
-
-def test_what_runs_when_the_pool_closes_has_time_to_save(
-    open_pool: Callable[..., sky.Compute], spot: Spot, clean: Callable[[], None]
-) -> None:
-    @sky.function
-    def train(path: str) -> None:
-        def save(*_: object) -> None:
-            time.sleep(0.5)
-            leave(path + ".saved")
-            raise SystemExit(0)
-
-        signal.signal(signal.SIGTERM, save)
-        leave(path + ".waits")
-        time.sleep(600)
-
-    pool = open_pool("openssh", count=2, lease=600)
-    pool.submit(train(spot / "train"), on="all")
-    spot.wait("train.waits", 2)
-    pool.close()
-    assert len(spot.notes("train.saved")) == 2
     clean()
 
 

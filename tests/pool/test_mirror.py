@@ -89,14 +89,6 @@ def test_what_appears_comes_and_what_is_removed_stays(here: Path, nodes: list[An
     assert str(made.reports[0]).startswith("n1: 3 files, 12 bytes; fetched 3, 12 bytes into results/, in ")
 
 
-def test_versions_of_a_file_are_counted_as_one(here: Path, nodes: list[Any], open_mirror: Open) -> None:
-    with open_mirror(to="results") as made:
-        for content in ("one", "three"):
-            fill(nodes[0].folder, ckpt__1_pt=content)
-            until(lambda expected=content: tree(here) == {"results/ckpt/1.pt": expected})
-    assert str(made.reports[0]).startswith("n1: 1 file, 5 bytes; fetched 2, 8 bytes into results/, in ")
-
-
 def test_what_is_here_is_not_sent_again_by_the_next_mirror(
     here: Path, nodes: list[Any], open_mirror: Open, events: list[Event]
 ) -> None:
@@ -251,40 +243,6 @@ def test_links(here: Path, tmp_path: Path, nodes: list[Any], open_mirror: Open, 
     ], "each once"
 
 
-@pytest.mark.slow
-def test_ten_thousand_files(here: Path, nodes: list[Any], open_mirror: Open) -> None:
-    folder = nodes[0].folder / "ckpt"
-    folder.mkdir()
-    for number in range(10_000):
-        (folder / f"{number}.txt").write_text(str(number))
-    made = open_mirror()
-    until(lambda: sum(1 for _ in here.rglob("*.txt")) == 10_000)
-    until(lambda: nodes[0].requests[-3:] == ["news"] * 3)
-    before = len(nodes[0].requests)
-    (folder / "new.txt").write_text("new")
-    until(lambda: (here / "ckpt" / "new.txt").exists())
-    assert [one for one in nodes[0].requests[before:] if one == "rows"] == ["rows"] * 3, "only what is new is listed"
-    made.stop()
-    assert made.reports[0].sent == 10_001
-
-
-def test_each_of_several_hosts_has_a_folder(here: Path, nodes: list[Any], open_mirror: Open) -> None:
-    for node in nodes:
-        fill(node.folder, ckpt__log=node.name)
-    reports = open_mirror(to="results", on=nodes).stop()
-    assert tree(here) == {"results/n1/ckpt/log": "n1", "results/n2/ckpt/log": "n2"}
-    assert [report.folder for report in reports] == ["results/n1", "results/n2"]
-
-
-def test_what_matches_nothing_until_the_end_is_named(
-    here: Path, nodes: list[Any], open_mirror: Open, events: list[Event]
-) -> None:
-    fill(nodes[0].folder, ckpt__a="a")
-    with open_mirror("ckpt", "nope", on=nodes):
-        pass
-    assert notices(events) == [("n2", "nothing to mirror: no file matches ckpt, nope")]
-
-
 def test_two_mirrors_into_one_folder_are_refused(here: Path, nodes: list[Any], open_mirror: Open) -> None:
     first = open_mirror(to="results")
     with pytest.raises(UsageError, match=f"another mirror writes to {here}/results"):
@@ -299,13 +257,6 @@ def test_nothing_is_mirrored_from_the_current_folder_itself(here: Path, nodes: l
     nodes[0].workdir.callers = True
     assert open_mirror(to="results").stop() == []
     assert not nodes[0].requests
-
-
-@pytest.mark.parametrize("limit", ["20", "20MB", "fast", "0MB/s", "-1MB/s", "1e9GB/s", ""])
-def test_an_invalid_limit(open_mirror: Open, limit: str) -> None:
-    with pytest.raises(UsageError, match="invalid limit") as caught:
-        open_mirror(limit=limit)
-    assert "20MB/s" in (caught.value.hint or "")
 
 
 def test_the_limit_holds_over_every_interval(
@@ -368,28 +319,6 @@ def test_a_full_disk_here_is_said_once_and_overcome(
     ((host, text),) = notices(events)
     assert host == "n1"
     assert text.startswith("not mirrored: not enough space for these files: they need 2.0 kB, 1.0 kB is free")
-
-
-def test_a_full_disk_at_the_end_is_raised(
-    monkeypatch: pytest.MonkeyPatch, here: Path, nodes: list[Any], open_mirror: Open
-) -> None:
-    fill(nodes[0].folder, ckpt__1_pt="x" * 2000)
-    monkeypatch.setattr("skyfab.files.target.Target.room", 1000)
-    with pytest.raises(OSError, match="not enough space"), open_mirror():
-        pass
-    with pytest.raises(ZeroDivisionError), open_mirror():
-        raise ZeroDivisionError  # which that of the mirror does not replace
-
-
-def test_any_error_is_raised_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, here: Path, nodes: list[Any], open_mirror: Open, events: list[Event]
-) -> None:
-    fill(nodes[0].folder, ckpt__1_pt="x")
-    monkeypatch.setattr("skyfab.files.target.Target.room", None)  # which no size is compared with
-    made = open_mirror()
-    until(lambda: notices(events))
-    with pytest.raises(TypeError):
-        made.stop()
 
 
 def row(path: str, **changes: Any) -> bytes:

@@ -82,15 +82,6 @@ def fake_close(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- events
 
 
-def test_a_lost_host_is_waited_for_and_its_calls_move(stage: Stage) -> None:
-    node = stage.node()
-    error = sky.HostLost("gone", host="node0")
-    node.on_lost(error)
-    assert stage.expected == [(node, error)]
-    assert stage.found == [HostState(host="node0", state="lost", detail="gone")]
-    assert stage.advanced == 1
-
-
 def test_a_host_that_is_none_of_ours_is_not_waited_for(stage: Stage) -> None:
     node = stage.node()
     error = sky.HostLost("gone", host="node0")
@@ -164,14 +155,6 @@ def opened(stage: Stage, *errors: BaseException | None) -> tuple[list[Any], list
     return nodes, settled
 
 
-def test_hosts_are_opened_and_told(stage: Stage) -> None:
-    nodes, settled = opened(stage, None, None)
-    assert {*settled} == {*nodes}
-    assert not any(node.session.closed for node in nodes)
-    assert [event.state for event in stage.found[:2]] == ["connecting", "connecting"]  # type: ignore[attr-defined]
-    assert {str(event) for event in stage.found[2:]} == {f"node{n}: ready (Python 3.12.1)" for n in (0, 1)}
-
-
 def test_the_one_host_that_fails_is_raised_as_it_is_and_the_others_are_closed(stage: Stage) -> None:
     error = sky.HostLost("no route", host="node1")
     with pytest.raises(sky.HostLost) as raised:
@@ -181,13 +164,6 @@ def test_the_one_host_that_fails_is_raised_as_it_is_and_the_others_are_closed(st
     assert [node.session.closed for node in nodes] == [True, False, True]
     assert {*stage.settled} == {*nodes}  # type: ignore[attr-defined]
     assert HostState(host="node1", state="failed", detail="no route") in stage.found
-
-
-def test_several_hosts_that_fail_are_raised_together_in_their_order(stage: Stage) -> None:
-    errors = [sky.HostLost("no route", host="node0"), None, sky.HostUnfit("old", host="node2")]
-    with pytest.raises(sky.PoolError, match="2 of 3 hosts failed") as raised:
-        opened(stage, *errors)
-    assert list(raised.value.exceptions) == [errors[0], errors[2]]
 
 
 def test_ctrl_c_while_hosts_are_opened_closes_them_all(stage: Stage) -> None:

@@ -35,10 +35,3 @@ def test_what_is_not_a_plugin_is_refused(plugin: Any) -> None:
     with pytest.raises(sky.UsageError, match="not a plugin") as failed:
         sky.Compute("local", plugins=[plugin])
     assert "sky.plugins.torch()" in str(failed.value.hint)
-
-
-@pytest.mark.parametrize(
-    "options", [{"ranks": 1}, {"ranks": "auto"}, {"lease": 1}, {"heartbeat_timeout": 0.5}], ids=str
-)
-def test_what_can_be(options: dict[str, Any]) -> None:
-    sky.Compute("local", **options)

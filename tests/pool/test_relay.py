@@ -6,7 +6,6 @@ import gc
 import hashlib
 import os
 import pickle
-import traceback
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -103,13 +102,6 @@ def test_what_only_other_hosts_have(lab: Lab, pool: sky.Compute) -> None:
     assert [*map(bool, stored(empty) @ pool)][2:] == [True, True]
 
 
-def test_what_nobody_has(pool: sky.Compute) -> None:
-    name, _ = item(10)
-    errors = pool.relay.send({name: 10}, pool.hosts[1:], holders=pool.hosts[:1])
-    assert errors.keys() == {*pool.hosts[1:]}
-    assert all(isinstance(error, sky.HostUnfit) for error in errors.values())
-
-
 def test_a_file(pool: sky.Compute, tmp_path: Path) -> None:
     name, data = item(6 * MIB)
     path = tmp_path / "file"
@@ -204,22 +196,6 @@ def test_an_argument_that_is_modified_meanwhile_is_an_error(
     assert digest(array) @ pool == [digest.fn(before)] * 4
 
 
-def test_large_files_of_a_project(
-    lab: Lab, hosts_of: Callable[..., list[sky.Host]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    data = os.urandom(8 * MIB)
-    (tmp_path / "weights.bin").write_bytes(data)
-    with sky.Compute(hosts_of("openssh", 4), image=sky.Image(includes=["weights.bin"]), ui="none") as pool:
-        before = left(lab)
-        assert sky.function(file_digest)("weights.bin") @ pool == [digest.fn(data)] * 4
-        assert left(lab) - before < 1.1 * len(data) + 3_000_000
-
-
-def file_digest(path: str) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
-
-
 @sky.function
 def model(seed: int, differs: bool = False) -> dict[str, Any]:
     """What ranks return after a training: equal weights, and a loss of their own."""
@@ -252,38 +228,6 @@ def test_equal_large_results_are_fetched_once(lab: Lab, pool: sky.Compute) -> No
     assert all(one["again"] is one["shared"] is one["own"] for one in found)
 
 
-def test_large_results_that_differ_come_too(pool: sky.Compute) -> None:
-    found = pool.broadcast(model(2, differs=True), collect="head")
-    expected = model(2, differs=True) @ pool
-    for one, other in zip(found, expected, strict=True):
-        assert [one[name].data for name in ("shared", "own")] == [other[name].data for name in ("shared", "own")]
-
-
-def test_what_cannot_be_collected(pool: sky.Compute) -> None:
-    with pytest.raises(sky.UsageError, match="invalid collect='some'"):
-        pool.broadcast(model(1), collect="some")  # type: ignore[arg-type]
-    with pytest.raises(sky.BroadcastError) as failed:
-        pool.broadcast(fails(), collect="head")
-    assert "collected.py" not in "".join(traceback.format_exception(failed.value))
-
-
-@sky.function
-def fails() -> None:
-    raise ValueError("no result")
-
-
 def came(lab: Lab) -> int:
     """Bytes that have come from the hosts of the lab."""
     return int(Path(f"/sys/class/net/{lab.hosts[0].network.bridge}/statistics/rx_bytes").read_text())
-
-
-@sky.function
-def texts(size: int) -> dict[str, Any]:
-    return {"bytes": b"b" * size, "text": "t" * size, "array": bytearray(size), "rank": sky.instance_info().rank}
-
-
-def test_bytes_and_texts_are_collected_as_such(pool: sky.Compute) -> None:
-    expected = [{**texts.fn(2 * MIB), "rank": rank} for rank in range(4)]
-    found = pool.broadcast(texts(2 * MIB), collect="head")
-    assert found == expected
-    assert [type(one["bytes"]) for one in found] == [bytes] * 4

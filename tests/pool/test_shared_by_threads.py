@@ -27,11 +27,6 @@ def count(number: int) -> Iterator[int]:
     yield from range(number)
 
 
-@sky.function
-def pairs(first: Iterator[int], second: Iterator[int]) -> list[tuple[int, int]]:
-    return list(zip(first, second, strict=False))
-
-
 class Diary:
     def __init__(self) -> None:
         self.notes: list[str] = []
@@ -57,11 +52,6 @@ def test_several_threads_read_an_iterator(compute: sky.Compute, kind: str) -> No
         with ThreadPoolExecutor(4) as threads:
             parts = list(threads.map(list, [values] * 4))
     assert sorted(value for part in parts for value in part) == list(range(5000))
-
-
-def test_an_iterator_for_two_parameters_is_one_stream(compute: sky.Compute) -> None:
-    values = iter(range(6))
-    assert pairs(values, second=values) >> compute == [(0, 1), (2, 3), (4, 5)]
 
 
 def test_calls_of_an_actor_that_were_cancelled_are_not_executed(compute: sky.Compute, tmp_path: Any) -> None:
@@ -95,21 +85,3 @@ def test_a_restart_that_made_no_object_does_not_count(compute: sky.Compute, monk
             with pytest.raises(HostLost):
                 diary.all()
         until(lambda: diary.all() == [])
-
-
-def test_a_forked_process_cannot_submit_to_an_executor(compute: sky.Compute) -> None:
-    executor = compute.executor()
-    assert executor.submit(abs, -1).result() == 1
-    source, sink = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            executor.submit(abs, -1)
-        except sky.UsageError as error:
-            os.write(sink, str(error).encode())
-        os._exit(0)
-    os.close(sink)
-    assert b"belongs to another process" in os.read(source, 1000)
-    os.waitpid(child, 0)
-    os.close(source)
-    executor.shutdown()

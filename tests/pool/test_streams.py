@@ -19,8 +19,6 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.calls.stream import Offered
-from skyfab.ui.events import Notice
 
 
 @sky.function
@@ -169,11 +167,6 @@ def test_a_value_is_here_before_the_next_is_produced(compute: sky.Compute, tmp_p
     assert list(values) == ["third"]
 
 
-def test_other_calls_run_while_a_generator_waits(compute: sky.Compute) -> None:
-    pairs = zip(count(100) >> compute, doubled(iter(range(100))) >> compute, strict=True)
-    assert [(a, b, total([a, b]) >> compute) for a, b in pairs] == [(n, 2 * n, 3 * n) for n in range(100)]
-
-
 @pytest.mark.parametrize(("ahead", "most"), [(64, 65), (3, 4), (1, 2), (0, 1)])
 def test_a_generator_does_not_run_further_ahead_than_it_may(
     compute: sky.Compute, tmp_path: Path, ahead: int, most: int
@@ -229,28 +222,6 @@ def test_ending_an_iterator_ends_the_generator(compute: sky.Compute, tmp_path: P
         gc.collect()
         until(path.exists)
     assert total([1]) >> compute == 1
-
-
-def test_nothing_waits_for_a_generator_that_has_ended(
-    compute: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("skyfab.pool.streams._CLOSING", 1000)
-    path = tmp_path / "ended"
-    values = guarded(str(path), block=False) >> compute
-    assert next(values) == 1
-    del values
-    gc.collect()
-    until(path.exists)  # and nothing_stays_in_this_process
-
-
-def test_ctrl_c_ends_the_generator(compute: sky.Compute, tmp_path: Path) -> None:
-    path = tmp_path / "ended"
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt):
-        for _ in guarded(str(path)) >> compute:
-            pass
-    until(path.exists)
 
 
 @pytest.mark.parametrize("is_merged", [False, True])
@@ -310,46 +281,6 @@ def test_closing_what_is_merged_raises_what_a_generator_raises(compute: sky.Comp
     assert path.exists()
 
 
-def test_what_a_generator_raises_before_others_are_closed_is_raised(compute: sky.Compute, tmp_path: Path) -> None:
-    first, second = raises_at_end() >> compute, guarded(str(tmp_path / "ended")) >> compute
-    merged = sky.merge(first, second)
-    assert [next(merged), next(merged)]
-    conversation = second.conversation  # type: ignore[attr-defined]
-    close = conversation.close
-
-    def close_later(*, wait: bool = True) -> None:
-        until(lambda: first.conversation.has_ended)  # type: ignore[attr-defined]
-        close(wait=wait)
-
-    conversation.close = close_later
-    with pytest.raises(LookupError, match="at the end"):
-        merged.close()
-
-
-def test_several_threads_read_what_is_merged(compute: sky.Compute) -> None:
-    merged = sky.merge(*(count(100) >> compute for _ in range(3)))
-    found: list[tuple[int, int]] = []
-    threads = [threading.Thread(target=lambda: found.extend(merged)) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert sorted(found) == [(rank, value) for rank in range(3) for value in range(100)]
-    assert list(merged) == []
-
-
-def test_nothing_is_merged_after_an_error(compute: sky.Compute) -> None:
-    merged = sky.merge(fail_at(1) >> compute, fail_at(1) >> compute)
-    with pytest.raises(LookupError):
-        list(merged)
-    assert list(merged) == []
-
-
-def test_values_are_passed_on_to_another_function(compute: sky.Compute) -> None:
-    assert total(count(50) >> compute) >> compute == sum(range(50))
-    assert sky.function(sum)(sky.stream(count(50) >> compute)) >> compute == sum(range(50))
-
-
 def test_generators_end_with_their_pool(tmp_path: Path) -> None:
     path = tmp_path / "ended"
     with sky.Compute("local", ui="none") as pool:
@@ -380,21 +311,6 @@ def test_a_generator_that_ignores_its_end_is_killed(
     values.close()
     until(lambda: not Path(f"/proc/{pid}").exists())
     assert list(count(2) >> compute) == [0, 1]
-
-
-def test_what_a_generator_raises_while_it_ends_is_raised_here(compute: sky.Compute) -> None:
-    @sky.function
-    def angry() -> Generator[int, None, None]:
-        try:
-            yield 1
-            time.sleep(1000)  # else it has ended before it is closed
-        finally:
-            raise ValueError("not now")
-
-    values = angry() >> compute
-    next(values)
-    with pytest.raises(ValueError, match="not now"):
-        values.close()
 
 
 def test_a_value_that_cannot_be_pickled(compute: sky.Compute) -> None:
@@ -464,39 +380,6 @@ def test_an_iterator_is_freed_without_the_garbage_collector(compute: sky.Compute
         gc.enable()
 
 
-def test_the_producers_exception_is_raised_there(compute: sky.Compute) -> None:
-    def numbers() -> Iterator[int]:
-        yield 1
-        raise LookupError("no more")
-
-    @sky.function
-    def catches(numbers: Iterator[int]) -> tuple[list[int], str]:
-        found = []
-        try:
-            for number in numbers:
-                found.append(number)  # noqa: PERF402  # what came before the error counts
-        except LookupError as error:
-            return found, str(error)
-        return found, ""
-
-    assert catches(numbers()) >> compute == ([1], "no more")
-    with pytest.raises(LookupError, match="no more"):
-        total(numbers()) >> compute
-
-
-def test_a_producers_exception_that_cannot_be_formatted_ends_the_stream(compute: sky.Compute) -> None:
-    class Vague(Exception):
-        def __bool__(self) -> bool:
-            raise RuntimeError("neither")
-
-    def produce() -> Iterator[int]:
-        yield 1
-        raise Vague("odd")
-
-    with pytest.raises(RuntimeError, match="Vague: odd"):
-        total(sky.stream(produce())) >> compute
-
-
 def test_the_producers_traceback_is_shown(compute: sky.Compute) -> None:
     def produced() -> Iterator[int]:
         yield 1
@@ -541,29 +424,6 @@ def test_a_worker_that_dies_ends_the_iterator(compute: sky.Compute) -> None:
         next(values)
 
 
-def test_plugins_and_output_limits_are_around_the_whole_generator() -> None:
-    class Around(sky.plugins.Plugin):
-        def around_call(self, info: sky.InstanceInfo) -> Any:
-            import contextlib
-
-            @contextlib.contextmanager
-            def entered() -> Iterator[None]:
-                os.environ["AROUND"] = "inside"
-                yield
-                del os.environ["AROUND"]
-
-            return entered()
-
-    @sky.function
-    @sky.silent
-    def inside() -> Iterator[str]:
-        yield os.environ.get("AROUND", "outside")
-        yield os.environ.get("AROUND", "outside")
-
-    with sky.Compute("local", ui="none", plugins=[Around()]) as pool:
-        assert list(inside() >> pool) == ["inside", "inside"]
-
-
 @pytest.mark.parametrize(
     ("act", "message"),
     [
@@ -578,13 +438,6 @@ def test_plugins_and_output_limits_are_around_the_whole_generator() -> None:
 def test_what_cannot_be_done_is_said(compute: sky.Compute, act: Callable[[sky.Compute], Any], message: str) -> None:
     with pytest.raises((sky.UsageError, TypeError), match=message):
         act(compute)
-
-
-def test_a_stream_is_not_pickled_elsewhere() -> None:
-    import pickle
-
-    with pytest.raises(TypeError, match="argument of a call"):
-        pickle.dumps(sky.stream([1]))
 
 
 def test_a_forked_child_leaves_iterators_and_actors_to_its_parent(compute: sky.Compute) -> None:
@@ -616,86 +469,12 @@ def test_a_producer_that_ends_its_thread_ends_the_stream(compute: sky.Compute, e
         total(numbers()) >> compute
 
 
-def test_who_reads_while_the_pool_closes_is_told(tmp_path: Path) -> None:
-    @sky.function
-    def slow() -> Iterator[int]:
-        while True:
-            time.sleep(0.01)
-            yield 1
-
-    pool = sky.Compute("local", ui="none").open()
-    values = slow() >> pool
-    found: list[BaseException] = []
-
-    def read() -> None:
-        try:
-            for _ in values:
-                pass
-        except BaseException as error:
-            found.append(error)
-
-    reader = threading.Thread(target=read)
-    reader.start()
-    time.sleep(0.3)
-    pool.close()
-    reader.join(30)
-    assert [type(error) for error in found] == [sky.CallCancelled]
-
-
-def test_an_async_generator_that_raises_stop_async_iteration(compute: sky.Compute) -> None:
-    class Values:
-        def __iter__(self) -> Iterator[int]:
-            return self
-
-        def __next__(self) -> int:
-            raise StopAsyncIteration(3)
-
-    @sky.function
-    def odd() -> Iterator[int]:
-        yield 1
-        yield from Values()
-
-    async def read() -> list[int]:
-        values: Any = odd() >> compute
-        return [value async for value in values]
-
-    with pytest.raises(RuntimeError, match="StopAsyncIteration"):
-        asyncio.run(read())
-
-
 def test_an_iterator_where_none_is_expected_is_explained(compute: sky.Compute) -> None:
     plain = sky.function(len)
     with pytest.raises(sky.NotPicklable, match=r"sky.stream\(…\)"):
         plain(number for number in range(3)) >> compute
     with pytest.raises(TypeError, match=r"has not run: for value in count\(…\) >> compute"):
         list(count(3))
-
-
-def test_values_that_are_not_read_ahead_come_in_coroutines_and_merged(compute: sky.Compute) -> None:
-    slow = sky.function(ahead=0)(count.fn)
-
-    async def read() -> list[int]:
-        values: Any = slow(3) >> compute
-        return [value async for value in values]
-
-    assert asyncio.run(asyncio.wait_for(read(), 30)) == [0, 1, 2]
-    assert sorted(sky.merge(slow(2) >> compute, slow(2) >> compute)) == [(0, 0), (0, 1), (1, 0), (1, 1)]
-
-
-def test_a_broadcast_that_waits_for_iterators_nobody_reads_says_so(
-    compute: sky.Compute, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("skyfab.pool.broadcasts._PATIENCE", 0.1)
-    said: list[str] = []
-    unsubscribe = compute.events.subscribe(lambda event: said.append(str(event)) if isinstance(event, Notice) else None)
-    values: Any = count(1000) @ compute
-    waiting = compute.submit(total([1, 2]), on="all")
-    until(lambda: said)
-    assert said == ["local: total waits for count: read its iterators to the end, or close them"]
-    for one in values:
-        one.close()
-    assert waiting.result() == [3]
-    unsubscribe()
 
 
 def test_few_processes_of_generators_are_kept(compute: sky.Compute, tmp_path: Path) -> None:
@@ -752,7 +531,3 @@ def test_a_generator_can_import_while_its_values_are_sent(compute: sky.Compute, 
         (tmp_path / f"package{number}").mkdir()
         (tmp_path / f"package{number}/__init__.py").touch()
     assert sum(1 for _ in import_between(str(tmp_path), 100) >> compute) == 4000
-
-
-def test_the_name_of_an_offered_object_is_not_used_again() -> None:
-    assert len({Offered(object(), object).name for _ in range(100)}) == 100

@@ -182,17 +182,6 @@ def test_forty_tickets_of_three_users_never_hold_the_same_gpu(folder: str) -> No
     assert names(folder) == [], "what killed processes leave is removed by the next one of their user"
 
 
-def test_a_look_that_others_ignore_is_noticed(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The test above finds two holders of a GPU, if there are any."""
-    marks = tempfile.mkdtemp()
-    Path(marks).chmod(0o777)
-    monkeypatch.setattr(gpu_locks, "look", lambda folder: [])
-    rounds = [Process(USERS[0], lambda _, seed=seed: use(folder, marks, seed)) for seed in range(100, 112)]
-    ended = [process.ended() for process in rounds]
-    shutil.rmtree(marks)
-    assert 1 in ended
-
-
 def test_a_hold_that_appears_in_between_is_respected(folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if another process takes the GPU after this one has found it free, and before it has published its hold."""
     claim = Claim(1, (0,), folder=folder)
@@ -303,14 +292,6 @@ def test_the_reason_says_who_holds_what_since_when(folder: str) -> None:
     claim.release()
     user, host = user_name(USERS[0]), os.uname().nodename
     assert claim.reason == f"1st, after {user}'s night ({host}, 2 GPUs, 0 s so far)"
-
-
-def test_others_gpus_of_the_same_host_need_no_wait(folder: str) -> None:
-    with holder(folder, gpus=(0,)):
-        claim = Claim(1, (1, 2), folder=folder)
-        assert claim.try_take()
-        assert claim.gpus == (1,)
-        claim.release()
 
 
 def test_all_that_are_free(folder: str) -> None:

@@ -10,7 +10,6 @@ from stand_in import Agent, Process
 from skyfab.host.agent.uploads import Uploads
 from skyfab.host.agent.worker_handle import Running, WorkerHandle
 from skyfab.protocol import messages
-from skyfab.protocol.blobs import Assembly
 from skyfab.protocol.frames import DATA, HEAD, Buffer, frame
 from skyfab.protocol.mux import Mux
 
@@ -94,12 +93,4 @@ def test_nothing_is_kept_of_a_call_whose_process_ended_while_its_data_came(
     worker.ended(-9, "killed")
     assert kept(mux, uploads) == NOTHING
     uploads.data(1, memoryview(bytearray(1000)))  # this was under way
-    assert kept(mux, uploads) == NOTHING
-
-
-def test_nothing_is_kept_of_a_large_function(mux: Mux, uploads: Uploads) -> None:
-    content = Assembly((SIZE,))
-    uploads.expect(1, (SIZE,), content)
-    uploads.place(1, SIZE)
-    uploads.data(1, memoryview(bytearray(SIZE)))
     assert kept(mux, uploads) == NOTHING

@@ -208,28 +208,6 @@ def test_a_process_that_never_stops_writing_does_not_hold_the_agent(pair: Pair) 
             flood.wait()
 
 
-def test_a_file_that_cannot_be_made_still_lets_the_client_hear(pair: Pair, tmp_path: Path) -> None:
-    with opened(pair, tmp_path / "no such folder" / "out") as log:
-        Writer(log).write(b"heard all the same\n")
-        log.drain()
-        pair.settle()
-        assert heard(pair) == b"heard all the same\n"
-        assert not log.waiting
-
-
-def test_without_a_file_and_without_a_client_memory_stays_bounded(pair: Pair, tmp_path: Path) -> None:
-    """A full disk and a closed laptop: the rank waits, or loses lines; the agent does not grow."""
-    pair.cut()
-    with opened(pair, tmp_path / "no such folder" / "out") as log:
-        os.set_blocking(log.sink, False)
-        for _ in range(40):
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    os.write(log.sink, bytes(65_536))
-            log.drain()
-        assert pair.a.mux.queued(STREAM) <= 8_000_000
-
-
 @contextlib.contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
     """No file of this process may grow beyond that: writes then fail, as on a full disk."""
@@ -241,18 +219,6 @@ def file_size_limit(size: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
-
-
-def test_a_disk_that_fills_up_loses_no_line_while_the_client_listens(pair: Pair, tmp_path: Path) -> None:
-    data = content(3, 6_000_000)
-    with opened(pair, tmp_path / "out") as log, file_size_limit(4_000_000):
-        writer = Writer(log)
-        for at in range(0, len(data), 500_000):
-            writer.write(data[at : at + 500_000])
-            while log.source in _readable(log.source):
-                log.drain()
-            finish(pair, log)
-        assert heard(pair) == data
 
 
 def test_a_disk_that_fills_up_loses_no_line_while_the_client_is_away(pair: Pair, tmp_path: Path) -> None:
@@ -318,14 +284,6 @@ def test_a_log_says_what_a_full_disk_did_not_take_and_continues_with_a_whole_lin
     assert (tmp_path / "out").read_bytes() == b"".join([*LINES[:20], b"line", notice, *LINES[40:]])
 
 
-def test_a_log_that_ends_after_a_full_disk_says_so(pair: Pair, tmp_path: Path) -> None:
-    with opened(pair, tmp_path / "out") as log:
-        with file_size_limit(4):
-            os.write(log.sink, b"last words\n")
-            log.drain()
-    assert (tmp_path / "out").read_bytes() == b"last[skyfab: the disk was full: 7 bytes of output are missing here]\n"
-
-
 def test_a_log_whose_file_could_not_be_made_is_made_later(pair: Pair, tmp_path: Path) -> None:
     with opened(pair, tmp_path / "logs" / "out") as log:
         for text in (b"first\n", b"second\n", b"third\n"):
@@ -377,20 +335,6 @@ def test_a_file_that_has_grown_large_is_followed_by_another(
     assert 10_000 < len(before) < 20_000
     assert len(last) < 20_000
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.out", "0.out.1"]
-
-
-def test_a_process_that_writes_more_than_its_client_takes_waits(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("skyfab.host.agent.logs._MOST", 100_000)
-    with opened(pair, tmp_path / "0.out") as log:
-        os.set_blocking(log.sink, False)
-        with contextlib.suppress(BlockingIOError):  # the client takes nothing
-            while True:
-                os.write(log.sink, bytes(50_000))
-                log.drain()
-        assert log.stopped
-        assert (tmp_path / "0.out").stat().st_size < 64 * 1024 * 1024
 
 
 def test_a_full_disk_does_not_end_an_agent_that_writes_its_own_log() -> None:

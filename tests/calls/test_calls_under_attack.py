@@ -67,13 +67,10 @@ def raise_leaving() -> None:
     "act",
     [
         lambda pool: sky.function(Leaves)() >> pool,
-        lambda pool: pool.submit(sky.function(Leaves)()).result(170),
         lambda pool: sky.function(Leaves)() @ pool,
         lambda pool: pool.map(lambda _: Leaves(), range(3)),
         lambda pool: next(sky.function(lambda: (yield Leaves()))() >> pool),
         lambda pool: pool.actor(Maker).make(),
-        lambda pool: pool.actor(Maker).make.submit().result(170),
-        lambda pool: pool.executor().submit(Leaves).result(),
         lambda pool: sky.function(raise_leaving)() >> pool,
     ],
 )

@@ -69,8 +69,6 @@ def test_a_script_may_have_a_lock_of_its_own(tmp_path: Path) -> None:
         (SCRIPT + "\n" + SCRIPT, "2 blocks"),
         (SCRIPT.replace('"rich"', "rich"), "invalid TOML"),
         (SCRIPT.replace(">=3.10", ">=4"), f"requires Python >=4, but skyfab runs with {platform.python_version()}"),
-        (SCRIPT.replace(">=3.10", "new"), "invalid requires-python: 'new'"),
-        ('# /// script\n# dependencies = "numpy"\n# ///\n', "array of strings"),
         ('# /// script\n# dependencies = ["a b c"]\n# ///\n', "invalid requirement 'a b c'"),
     ],
 )
@@ -95,11 +93,8 @@ def test_the_nearest_project_up_to_the_repository_is_taken(tmp_path: Path) -> No
     assert Image.of_project(script).pip == ("nearer",)
 
 
-@pytest.mark.parametrize(
-    "text", ["[tool.ruff]\nline-length = 120\n", '[project]\nname = "x"\ndynamic = ["dependencies"]\n']
-)
-def test_a_pyproject_that_does_not_list_packages_is_passed_over(tmp_path: Path, text: str) -> None:
-    write(tmp_path / "pyproject.toml", text)
+def test_a_pyproject_that_does_not_list_packages_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "pyproject.toml", "[tool.ruff]\nline-length = 120\n")
     write(tmp_path / "requirements.txt", "flask\n")
     assert Image.of_project(tmp_path).pip == ("flask",)
 

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import cloudpickle
@@ -31,7 +27,6 @@ def lab(lent_lab: Lab) -> Lab:
 
 
 MB = 1 << 20
-EXAMPLES = Path(__file__).parents[2] / "examples" / "models"
 
 
 @sky.function
@@ -100,18 +95,6 @@ def test_a_reference_goes_with_any_pool(open_pool: Callable[..., sky.Compute]) -
         assert total(ref) >> first == int(array.sum())
 
 
-def test_a_new_process_in_a_seat_uses_what_the_host_has(open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool("local")
-    array = random(2 * MB)
-    ref = pool.put(array)
-    assert total(ref) >> pool == int(array.sum())
-    with pytest.raises(sky.WorkerDied):
-        sky.function(lambda _: os.kill(os.getpid(), signal.SIGKILL))(ref) >> pool
-    before = moved(pool)[0]
-    assert total(ref) >> pool == int(array.sum())
-    assert moved(pool)[0] - before < 100_000
-
-
 # ---- what arrives
 
 
@@ -162,22 +145,11 @@ def test_functions_may_use_references(pool: sky.Compute) -> None:
     assert moved(pool)[0] - before < 100_000
 
 
-@pytest.mark.parametrize(
-    "value",
-    [None, 0, "", "text", b"", b"x", [], {"a": (1, 2.5)}, bytearray(10_000), Job(1), np.zeros(0), np.arange(3)],
-    ids=repr,
-)
-def test_small_objects_work_as_well(pool: sky.Compute, value: Any) -> None:
-    found = identity(pool.put(value)) >> pool
-    assert type(found) is type(value)
-    assert np.array_equal(found, value) if isinstance(value, np.ndarray) else found == value
-
-
-def test_a_reference_in_what_is_put_is_its_object(pool: sky.Compute) -> None:
-    inner = pool.put(np.arange(10_000))
-    outer = pool.put({"inner": inner, "again": inner})
-    assert sky.function(lambda d: (int(d["inner"].sum()), d["inner"] is d["again"]))(outer) >> pool == (49995000, True)
-    assert outer.get()["inner"].sum() == 49995000  # type: ignore[attr-defined]
+def test_small_objects_work_as_well(pool: sky.Compute) -> None:
+    for value in (None, "", b"x", {"a": (1, 2.5)}, bytearray(10_000), Job(1), np.zeros(0)):
+        found = identity(pool.put(value)) >> pool
+        assert type(found) is type(value)
+        assert np.array_equal(found, value) if isinstance(value, np.ndarray) else found == value
 
 
 def test_many_references_in_one_call(pool: sky.Compute) -> None:
@@ -192,7 +164,7 @@ def test_many_references_in_one_call(pool: sky.Compute) -> None:
 # ---- every call has its own
 
 
-@pytest.mark.parametrize("size", [1, 1000, MB], ids=["in the pickle", "beside it", "large"])
+@pytest.mark.parametrize("size", [1, MB], ids=["in the pickle", "large"])
 def test_what_a_call_changes_in_place_no_other_call_sees(pool: sky.Compute, size: int) -> None:
     ref = pool.put(np.zeros(size))
     assert [count_up(ref) >> pool for _ in range(4)] == [1] * 4
@@ -212,10 +184,9 @@ def test_put_takes_the_object_as_it_is_now(pool: sky.Compute) -> None:
 # ---- the reference itself
 
 
-@pytest.mark.parametrize("dumps", [pickle.dumps, cloudpickle.dumps])
-def test_pickled_outside_a_call_it_says_what_to_do(dumps: Callable[[Any], bytes]) -> None:
+def test_pickled_outside_a_call_it_says_what_to_do() -> None:
     with pytest.raises(sky.UsageError, match="can be pickled only as an argument") as caught:
-        dumps([put(np.zeros(10))])
+        cloudpickle.dumps([put(np.zeros(10))])
     assert "ref.get()" in (caught.value.hint or "")
 
 
@@ -255,12 +226,11 @@ def small_disk(namespaces: Lab) -> Iterator[str]:
     host.run(["rmdir", place])
 
 
-@pytest.mark.parametrize("transport", ["fabric", "openssh"])
 def test_a_disk_without_room_fails_the_call_and_the_pool_goes_on(
-    small_disk: str, open_pool: Callable[..., sky.Compute], transport: str
+    small_disk: str, open_pool: Callable[..., sky.Compute]
 ) -> None:
     alone = sky.Image(excludes=("*",))
-    pool = open_pool(transport, ranks=2, host={"cache": f"{small_disk}/cache"}, image=alone)
+    pool = open_pool("fabric", ranks=2, host={"cache": f"{small_disk}/cache"}, image=alone)
     size = sky.function(len)
     large, small = pool.put(random(16 * MB)), pool.put(random(MB))
     for _ in range(2):
@@ -284,22 +254,3 @@ def test_a_host_that_is_lost_fails_the_calls_that_wait_for_content(open_pool: Ca
         with suppress(sky.HostError):
             future.result(170)
         assert future.done()
-
-
-# ---- examples
-
-
-def run_example(name: str) -> list[str]:
-    ran = subprocess.run([sys.executable, str(EXAMPLES / name), "local"], capture_output=True, text=True, timeout=170)
-    assert ran.returncode == 0, ran.stderr
-    return ran.stdout.splitlines()
-
-
-@pytest.mark.torch
-@pytest.mark.slow
-def test_the_large_model_example_sends_its_model_once() -> None:
-    pytest.importorskip("torch")
-    first, *noises, last = run_example("large_model.py")
-    assert first == "<sky.Ref 17 MB Net>: 4.3 million weights"
-    assert [line.partition(":")[0] for line in noises] == ["noise 0.0", "noise 0.2", "noise 0.4", "noise 0.8"]
-    assert last == "4 calls, 1.0 times the model sent to 1 host(s)"

@@ -36,13 +36,6 @@ def fail(number: int) -> int:
     raise ZeroDivisionError(f"no {number}")
 
 
-def meet(folder: str, number: int, count: int) -> int:
-    """Returns once so many calls run at a time."""
-    Path(folder, str(number)).touch()
-    until(lambda: len(list(Path(folder).iterdir())) == count)
-    return number
-
-
 class Adder:
     def __init__(self, more: int) -> None:
         self.more = more
@@ -75,13 +68,6 @@ def test_anything_that_can_be_called(two: sky.Compute, fn: Callable[[int], Any],
         assert isinstance(executor, Executor)
         assert executor.submit(fn, 3).result() == expected
         assert list(executor.map(fn, [3] * 5, chunksize=2)) == [expected] * 5
-
-
-def test_it_runs_as_many_calls_as_there_are_slots(two: sky.Compute, tmp_path: Path) -> None:
-    with two.executor() as executor:
-        assert executor.slots == 2
-        futures = [executor.submit(meet, str(tmp_path), number, 2) for number in range(2)]
-        assert [future.result() for future in futures] == [0, 1]
 
 
 def test_a_call_whose_process_dies_is_the_only_one_that_fails(two: sky.Compute) -> None:

@@ -15,7 +15,7 @@ from stage import labs
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.errors import HostLost, NotPicklable, RemoteError, WorkerDied
+from skyfab.errors import NotPicklable, RemoteError, WorkerDied
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -102,11 +102,6 @@ def test_fewer_jobs_than_slots_are_a_limit(joblib: Any, three: sky.Compute, tmp_
     until(lambda: most(2) == 2)
 
 
-def test_numerical_libraries_share_the_cores(joblib: Any, three: sky.Compute) -> None:
-    ((_, threads),) = set(joblib.Parallel(n_jobs=-1)([joblib.delayed(where)(0)]))
-    assert threads == os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 3)))
-
-
 def test_parallel_code_inside_of_tasks_uses_threads(joblib: Any, three: sky.Compute) -> None:
     found = joblib.Parallel(n_jobs=-1)(joblib.delayed(inner)(3) for _ in range(4))
     assert found == [("ThreadingBackend", [0, 1, 4])] * 4
@@ -149,14 +144,13 @@ def cleared(array: Any, number: int) -> float:
     return number
 
 
-@pytest.mark.parametrize("batch", [1, 20])
-def test_no_task_changes_a_large_array_of_others(joblib: Any, three: sky.Compute, batch: int) -> None:
+def test_no_task_changes_a_large_array_of_others(joblib: Any, three: sky.Compute) -> None:
     import numpy as np
 
     array = np.ones(200_000)
     tasks = (joblib.delayed(cleared)(array, number) for number in range(60))
     with pytest.raises(ValueError, match="read-only"):
-        joblib.Parallel(n_jobs=-1, batch_size=batch)(tasks)
+        joblib.Parallel(n_jobs=-1, batch_size=20)(tasks)
 
 
 def test_an_error_stops_the_tasks_that_run_and_the_next_call_works(joblib: Any, three: sky.Compute) -> None:
@@ -191,27 +185,19 @@ def test_what_cannot_be_pickled_is_an_error(joblib: Any, three: sky.Compute) -> 
 
 @pytest.mark.lab
 @pytest.mark.slow
-@pytest.mark.parametrize("retries", [0, 1])
-def test_a_host_is_lost_in_the_middle_of_a_thousand_tasks(joblib: Any, retries: int) -> None:
+def test_a_host_is_lost_in_the_middle_of_a_thousand_tasks(joblib: Any) -> None:
     with labs.start(2, python=sys.executable) as lab:
         if lab.kind != "namespace":
             pytest.skip(lab.limits[0])
-        plugins = [sky.plugins.joblib(retries=retries)]
+        plugins = [sky.plugins.joblib(retries=1)]
         with sky.Compute(inventory=lab.inventory, slots=2, lease=2, ui="none", plugins=plugins):
             done: list[int] = []
             parallel = joblib.Parallel(n_jobs=-1, batch_size=1, return_as="generator_unordered")
-            found = parallel(joblib.delayed(touch)("/tmp", number, 0.02) for number in range(1000))
-            if retries:
-                for number in found:
-                    done.append(number)
-                    if len(done) == 100:
-                        lab.hosts[1].kill()
-                assert len(done) == 1000
-            else:
-                next(found)
-                lab.hosts[1].kill()
-                with pytest.raises(HostLost):
-                    list(found)
+            for number in parallel(joblib.delayed(touch)("/tmp", number, 0.02) for number in range(1000)):
+                done.append(number)
+                if len(done) == 100:
+                    lab.hosts[1].kill()
+            assert len(done) == 1000
 
 
 @pytest.mark.slow

@@ -105,7 +105,7 @@ def test_ctrl_c_while_it_starts_ends_it(ray_that: Callable[..., sky.Compute], tm
         assert address.startswith("address/")
 
 
-@pytest.mark.parametrize(("said", "good"), [("no space left", 2), ("it's already occupied", 9)])
+@pytest.mark.parametrize(("said", "good"), [("it's already occupied", 9)])
 def test_an_error_has_what_ray_said(ray_that: Callable[..., sky.Compute], said: str, good: int) -> None:
     pool = ray_that(said, good=good)
     with pytest.raises(sky.HostUnfit, match=f"`ray start` ended with code 1: {said}") as raised, pool.ray():

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -60,15 +59,6 @@ def test_trials_run_on_all_gpus(pool: sky.Compute, study: Any) -> None:
     assert study.best_value < 10
 
 
-def test_a_callback_stops_the_study(pool: sky.Compute, study: Any) -> None:
-    stop = optuna.study.MaxTrialsCallback(3)
-    pool.study(study, parabola, n_trials=50, gpus=1, callbacks=[stop])
-    assert 3 <= len(states(study)) < 10 and set(states(study)) == {"COMPLETE"}
-    pool.study(study, parabola, n_trials=2, gpus=1)
-    with pytest.raises(RuntimeError):
-        study.stop()
-
-
 def falling(trial: Any) -> float:
     import optuna
 
@@ -104,33 +94,6 @@ def test_a_failure_ends_the_study_and_all_trials(pool: sky.Compute, study: Any) 
         pool.study(study, fails, n_trials=20, gpus=1)
     assert states(study) == ["FAIL"] * 4
     assert sky.function(len)("four") >> pool == 4
-
-
-def test_trials_that_have_ended_beside_a_failure_keep_their_values(open_pool: Callable[..., sky.Compute]) -> None:
-    def ends(trial: Any) -> float:
-        if trial.number == 0:
-            raise ZeroDivisionError
-        if trial.number == 1:
-            raise optuna.TrialPruned
-        if trial.number == 3:
-            time.sleep(1000)
-        return 2.0
-
-    study, futures = optuna.create_study(), []
-    compute = open_pool("local", slots=4)
-    submit = compute.submit
-
-    def kept(*arguments: Any, **options: Any) -> Any:
-        futures.append(submit(*arguments, **options))
-        if len(futures) == 4:
-            wait(futures[:3])  # before the study looks at the first
-        return futures[-1]
-
-    compute.submit = kept  # type: ignore[method-assign]
-    with pytest.raises(ZeroDivisionError):
-        compute.study(study, ends, n_trials=4)
-    assert states(study) == ["FAIL", "PRUNED", "COMPLETE", "FAIL"]
-    assert study.trials[2].value == 2.0
 
 
 def test_all_trials_are_stopped_and_told_of_although_the_storage_fails(

@@ -20,7 +20,6 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.ui import failure
 
 
 class Account:
@@ -115,14 +114,17 @@ def test_arrays_of_calls_that_are_sent_together_may_be_changed(compute: sky.Comp
     import numpy as np
 
     class Filler:
-        def fill(self, values: Any, value: int) -> int:
+        def fill(self, values: Any, value: int) -> Any:
             values[:] = value
-            return int(values[-1])
+            return values
 
     with compute.actor(Filler) as filler:
         for length in (10, 10_000, 200_000):
             futures = [filler.fill.submit(np.zeros(length), number) for number in range(50)]
-            assert [future.result() for future in futures] == list(range(50))
+            for number, future in enumerate(futures):
+                array = future.result()
+                array += 1  # results may be changed too
+                assert array[0] == array[-1] == number + 1
 
 
 def test_each_of_many_calls_has_its_own_outcome(compute: sky.Compute) -> None:
@@ -146,7 +148,7 @@ class Unsendable:
         raise self.error
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, GeneratorExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, TypeError])
 def test_whatever_is_raised_while_a_result_is_pickled_is_an_error_of_its_call(
     compute: sky.Compute, error: type[BaseException]
 ) -> None:
@@ -158,16 +160,6 @@ def test_whatever_is_raised_while_a_result_is_pickled_is_an_error_of_its_call(
         wait(futures)
         assert all(isinstance(future.exception(), sky.SkyfabError) for future in futures[:20])
         assert [future.result() for future in futures[20:]] == list(range(2, 22))
-
-
-def test_a_method_is_an_argument_and_not_a_function_of_map(compute: sky.Compute) -> None:
-    with compute.actor(Account) as account:
-        assert sky.function(lambda add: add(2))(account.add) >> compute == 2
-        for act in (lambda: compute.map(account.add, [1]), lambda: compute.executor().submit(account.add, 1).result()):
-            with pytest.raises(sky.NotPicklable, match="can only be an argument of a call") as raised:
-                act()
-            assert str(raised.value.hint).endswith("[model.f.submit(x) for x in items]")
-            assert failure.text(raised.value).count("NotPicklable") == 1
 
 
 def test_what_the_constructor_raises_is_raised_here(compute: sky.Compute) -> None:
@@ -213,6 +205,8 @@ def test_a_dictionary_on_a_host(compute: sky.Compute) -> None:
         del shared["a"]
         assert (shared["b"], "b" in shared, "a" in shared, len(shared)) == (2, True, False, 1)
         assert shared.setdefault("c", 3) == 3
+        with pytest.raises(TypeError, match="not iterable"):
+            list(shared)
 
 
 def test_a_handle_is_useless_after_its_pool() -> None:
@@ -304,6 +298,7 @@ def test_methods_that_yield_and_read_streams(pool: sky.Compute) -> None:
         assert list(shop.values(500)) == list(range(500))
         assert list(shop.later(5)) == list(range(5))
         assert shop.summed(sky.stream(range(500))) == sum(range(500))
+        assert shop.summed(number for number in range(500)) == sum(range(500)), "as its parameter is annotated"
         values = shop.blocked()
         assert next(values) == 1
         values.close()
@@ -362,35 +357,6 @@ def test_a_function_that_dies_ends_the_generator_that_it_reads(pool: sky.Compute
         assert shop.what() == "ended"
 
 
-def test_operators_of_a_handle_on_a_host(compute: sky.Compute) -> None:
-    @sky.function
-    def use(shared: Any) -> tuple[Any, ...]:
-        shared["b"] = 2
-        del shared["a"]
-        with pytest.raises(TypeError):
-            list(shared)
-        with pytest.raises(AttributeError):
-            shared.value = 3
-        return shared["b"], "a" in shared, len(shared), bool(shared), repr(shared)
-
-    with compute.actor(dict, a=1) as shared:
-        assert use(shared) >> compute == (2, False, 1, True, "<actor dict>")
-        del shared["b"]
-        assert sky.function(bool)(shared) >> compute, "a handle is not empty"
-
-
-def test_a_handle_that_a_host_returns_is_passed_on(compute: sky.Compute) -> None:
-    with compute.actor(Account) as account, compute.actor(dict, account=account) as shared:
-        one = shared.copy()["account"]
-        assert sky.function(lambda one: one.add())(one) >> compute == 1
-        assert sky.function(lambda add: add())(one.add) >> compute == 2
-        assert sky.function(lambda shared: shared["account"].add())(shared) >> compute == 3
-        with pytest.raises(sky.NotPicklable, match="can only be an argument of a call"):
-            compute.map(lambda one: one.add(), [one])
-        with sky.Compute("local", results="data", ui="none") as untrusted, pytest.raises(sky.UsageError, match="data"):
-            sky.function(lambda one: one.add())(one) >> untrusted
-
-
 def test_nothing_keeps_what_a_closed_actor_was_made_with(compute: sky.Compute) -> None:
     import numpy as np
 
@@ -420,16 +386,6 @@ def test_a_generator_that_is_closed_before_it_begins_leaves_the_actor_alone(comp
             time.sleep(pause)
             values.close()
             assert shop.what() == "open"
-
-
-def test_a_handle_of_another_pool_is_refused(compute: sky.Compute) -> None:
-    with sky.Compute("local", ui="none") as other:
-        account, stranger = compute.actor(Account), other.actor(Account, 100)
-        with pytest.raises(sky.UsageError, match="belongs to another pool"):
-            add_through(stranger, 1) >> compute
-        with compute.actor(Shop) as shop, pytest.raises(sky.UsageError, match="belongs to another pool"):
-            shop.what(stranger)
-        assert account.add() == 1
 
 
 def test_a_handle_comes_after_other_calls(compute: sky.Compute) -> None:
@@ -526,15 +482,6 @@ def test_a_process_is_killed_while_calls_wait(compute: sky.Compute, restarts: in
         assert rest[: len(lost)] == lost, "the later ones run in the new process, in their order"
         assert [future.result() for future in rest[len(lost) :]] == list(range(1, 101 - len(lost)))
         assert bool(restarts) == (len(lost) < 100)
-
-
-def test_an_actor_is_made_again_for_calls_that_wait_although_a_file_has_changed(compute: sky.Compute) -> None:
-    with compute.actor(Slow, restarts=1) as slow:
-        pid = slow.pid()
-        futures = [slow.nap.submit(seconds) for seconds in (60, *[0] * 20)]
-        compute._sync.tree = None  # as after an edit: the thread that reads cannot wait until all hosts have it
-        os.kill(pid, signal.SIGKILL)
-        assert futures[-1].result(60) > 0
 
 
 def test_more_calls_wait_for_a_lost_actor_than_functions_may_be_nested(compute: sky.Compute) -> None:

@@ -68,8 +68,7 @@ def test_a_small_broadcast_does_not_overtake_a_large_one(open_pool: OpenPool) ->
     assert large.result(170) == [["large"]] * 2
 
 
-@pytest.mark.parametrize("transport", ["local", "openssh"])
-def test_cancelling_a_broadcast_stops_that_one_and_no_other(open_pool: OpenPool, spot: Spot, transport: str) -> None:
+def test_cancelling_a_broadcast_stops_that_one_and_no_other(open_pool: OpenPool, spot: Spot) -> None:
     begun, ended = spot / "begun", spot / "ended"
 
     @sky.function
@@ -78,7 +77,7 @@ def test_cancelling_a_broadcast_stops_that_one_and_no_other(open_pool: OpenPool,
         time.sleep(60)
         Path(ended).touch()
 
-    pool = open_pool(transport, count=2)
+    pool = open_pool("openssh", count=2)
     first = pool.submit(nap(), on="all")
     until(lambda: {"begun.0", "begun.1"} <= spot.names())
     second = pool.submit(sky.function(lambda: sky.instance_info().rank)(), on="all")

@@ -27,11 +27,9 @@ def stay_at(path: str) -> None:
 
 WAYS: dict[str, Callable[[sky.Compute, str], Any]] = {
     "run": lambda pool, path: stay(path) >> pool,
-    "submit": lambda pool, path: (stay(path) > pool).result(),
     "retries": lambda pool, path: sky.function(retries=3)(stay_at)(path) >> pool,
     "broadcast": lambda pool, path: stay(path) @ pool,
     "map": lambda pool, path: pool.map(stay_at, [path]),
-    "gather": lambda pool, path: sky.gather(stay(path)) >> pool,
 }
 
 

@@ -124,19 +124,3 @@ def test_the_hosts_of_a_provider_go_with_the_pool(host: sky.Host) -> None:
             with pytest.raises(sky.UsageError, match="not a call"):
                 use()
     assert calls == ["start", "stop"]
-
-
-def test_a_worker_that_always_has_calls_forgets_functions(host: sky.Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyfab.pool.node._FUNCTIONS", 4)
-
-    def made(number: int) -> sky.Function[[], int]:
-        return sky.function(lambda: number)
-
-    @sky.function
-    def kept() -> int:
-        return len(vars(sky.context._client)["_functions"])
-
-    with sky.Compute([host], ui="none") as pool:
-        futures = [made(number)() > pool for number in range(300)]
-        assert [future.result() for future in futures] == list(range(300))
-        assert kept() >> pool < 150

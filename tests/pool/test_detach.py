@@ -102,18 +102,6 @@ def test_hosts_of_a_run_cannot_share_a_cache(home: Path, tmp_path: Path, monkeyp
     assert not list((home / "cache" / "runs").iterdir()), "the part of the first host is removed"
 
 
-def test_a_run_that_cannot_be_sent_is_an_error(pool: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(node: Node, *_: object, **__: object) -> int:
-        raise sky.HostLost("gone", host=node.name)
-
-    monkeypatch.setattr(Node, "call", call)
-    with pytest.raises(sky.BroadcastError) as caught:
-        pool.launch(wait_for("/"))
-    assert [str(error) for error in caught.value.exceptions] == ["here1: gone", "here2: gone"]
-    with pytest.raises(sky.HostLost, match="here1: gone"):
-        pool.launch(wait_for("/"), on="here1")
-
-
 def test_a_run_of_a_wary_pool_unpickles_nothing_that_a_host_sends_at_once(
     hosts: list[sky.Host], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

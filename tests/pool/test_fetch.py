@@ -23,7 +23,7 @@ from stage.fakes import FakeNode
 from stage.hub import COMMIT, Hub, Internet
 from stage.projects import inventory, skyfab
 from stage.spot import until
-from stage.threads import at_once, begin
+from stage.threads import begin
 
 import skyfab as sky
 from skyfab.errors import Unreachable
@@ -173,7 +173,6 @@ def test_functions_runs_and_shells_find_the_cache(
     (tmp_path / "show.py").write_text("import os\nprint(os.environ['HF_HUB_CACHE'])\n")
     for words in (
         ["run", "--hosts=node1", "show.py"],
-        ["exec", "node1", "--", "echo $HF_HUB_CACHE"],
         ["exec", "--no-env", "node1", "--", "echo $HF_HUB_CACHE"],
         ["ssh", "node1", "--", "echo $HF_HUB_CACHE"],
     ):
@@ -236,19 +235,6 @@ def test_the_token_stays_here_if_anyone_may_have_the_model(
     pool.fetch("hf://org/model")
     own = {host.address for host in lab.hosts}
     assert {one.token for one in hub.asked if one.client in own} == {""}
-
-
-def test_two_fetches_at_once(
-    lab: Lab, hub: Hub, internet: Internet, model: dict[str, bytes], pool: sky.Compute
-) -> None:
-    internet.only_for("node1")
-    hub.rate = 20e6
-    with sky.Compute(lab_hosts(lab), ui="none") as other:
-        reports = at_once(lambda one: one.fetch("hf://org/model"), [pool, other])
-    assert [len(one) for one in reports] == [3, 3]
-    for host in lab.hosts:
-        assert on(lab, host.name) == model
-    assert len(hub.downloads("model-1.safetensors")) == 1
 
 
 def test_a_host_that_cannot_go_on_downloading(

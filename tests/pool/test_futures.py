@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import threading
-from concurrent.futures import wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +19,6 @@ from skyfab.ui.events import Events, emitting
 @pytest.fixture
 def future() -> CallFuture:
     return CallFuture()
-
-
-def test_a_cancelled_call_is_done_for_those_who_wait_for_several(future: CallFuture) -> None:
-    assert future.cancel()
-    assert wait([future], timeout=0).done == {future}
 
 
 def test_another_process_cannot_wait(future: CallFuture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -94,20 +88,6 @@ def test_ctrl_c_stops_the_call_and_says_where(future: CallFuture, monkeypatch: p
         wait_for(future, nodes, Events().waiting)
     assert future.cancelled()
     assert vars(raised.value)["stopped"] == "stopped on node1, node2"
-
-
-def test_a_terminal_shows_what_the_main_thread_waits_for(future: CallFuture) -> None:
-    events, seen = Events(), list[bool]()
-    future.waiting = events.waiting
-
-    def settle() -> None:
-        seen.append(bool(events.waiting))
-        future.settle(1)
-
-    threading.Timer(0.1, settle).start()
-    assert future.result() == 1
-    assert seen == [True]
-    assert not events.waiting
 
 
 def test_a_result_that_comes_after_cancelling_is_dropped(future: CallFuture) -> None:

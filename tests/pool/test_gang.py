@@ -92,12 +92,6 @@ def test_two_gangs_on_one_host_never_share_a_port(open_pool: OpenPool) -> None:
     assert len({port for ranks in found for port, _ in ranks}) == len(pools)
 
 
-def test_ranks_of_several_hosts_know_the_interface_between_them(open_pool: OpenPool, namespaces: Lab) -> None:
-    for env in environment() @ open_pool("openssh", count=2):
-        assert env["GLOO_SOCKET_IFNAME"] == env["NCCL_SOCKET_IFNAME"]
-        assert env["GLOO_SOCKET_IFNAME"] not in ("", "lo")
-
-
 class Connected(sky.plugins.Plugin):
     """Stands for any plugin whose ranks connect to each other."""
 
@@ -133,14 +127,13 @@ def test_hosts_that_only_this_machine_reaches_work_together(open_pool: OpenPool,
     assert [info.rank for info in found] == [0, 1]
 
 
-@pytest.mark.parametrize("retries", [0, 1])
-def test_a_job_has_a_name_that_no_other_has(open_pool: OpenPool, retries: int) -> None:
+def test_a_job_has_a_name_that_no_other_has(open_pool: OpenPool) -> None:
     """A folder for checkpoints may be named by it. What is tried again finds what it has saved."""
 
-    @sky.function(retries=retries)
+    @sky.function(retries=1)
     def name() -> str:
         info = sky.instance_info()
-        if info.attempt < retries:
+        if not info.attempt:
             raise ValueError(info.job_id)
         return f"{info.attempt} {info.job_id}"
 
@@ -153,7 +146,7 @@ def test_a_job_has_a_name_that_no_other_has(open_pool: OpenPool, retries: int) -
     assert all(one == other for one, other in found)
     (one, _), (other, _) = found
     assert one != other
-    assert all(ranks[0].startswith(f"{retries} {solo() >> pool}-") for pool, ranks in zip(pools, found, strict=True))
+    assert all(ranks[0].startswith(f"1 {solo() >> pool}-") for pool, ranks in zip(pools, found, strict=True))
 
 
 # ---- failure

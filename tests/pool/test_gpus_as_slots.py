@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from stage.fakes import FakeNode, packed, result
-from stage.remote import leave, linger, wait_for
-from stage.spot import Spot, until
+from stage.remote import linger
+from stage.spot import Spot
 
 import skyfab as sky
 from skyfab.pool.node import WorkerSpec
@@ -149,55 +149,27 @@ def test_actors_and_calls_have_different_gpus(gpu_pool: sky.Compute) -> None:
         assert one.gpus()[0] == other.gpus()[0] == "0"
 
 
-@pytest.mark.parametrize("gpus", [-1, 1.5, 2.0, True, "1", float("nan"), float("inf")])
-def test_what_is_not_a_number_of_gpus(gpu_pool: sky.Compute, gpus: Any) -> None:
+def test_numbers_of_gpus_that_no_host_can_give(gpu_pool: sky.Compute) -> None:
     call = sky.function(use)(0)
-    for start in (
-        lambda: gpu_pool.map(use, [0], gpus=gpus),
-        lambda: gpu_pool.submit(call, gpus=gpus),
-        lambda: gpu_pool.executor(gpus=gpus),
-        lambda: gpu_pool.actor(dict, gpus=gpus),
-        lambda: sky.function(gpus=gpus)(use),
-    ):
-        with pytest.raises(sky.UsageError, match=r"expected a whole number, 0 or more, or a share of one such as 0\.5"):
-            start()
 
+    def starts(gpus: Any) -> list[Callable[[], object]]:
+        return [
+            lambda: gpu_pool.map(use, [0], gpus=gpus),
+            lambda: gpu_pool.submit(call, gpus=gpus),
+            lambda: gpu_pool.executor(gpus=gpus),
+            lambda: sky.function(gpus=gpus)(use)(0) >> gpu_pool,
+        ]
 
-def test_more_gpus_than_any_host_has(gpu_pool: sky.Compute) -> None:
-    call = sky.function(use)(0)
-    for start in (
-        lambda: gpu_pool.map(use, [0], gpus=3),
-        lambda: gpu_pool.submit(call, gpus=3),
-        lambda: gpu_pool.executor(gpus=3),
-        lambda: gpu_pool.submit(call, gpus=3, on=gpu_pool.hosts[1].name),
-        lambda: sky.function(gpus=3)(use)(0) >> gpu_pool,
-    ):
+    for gpus in (-1, 1.5, True, float("nan")):
+        for start in (*starts(gpus), lambda gpus=gpus: gpu_pool.actor(dict, gpus=gpus)):  # type: ignore[misc]
+            with pytest.raises(sky.UsageError, match="expected a whole number, 0 or more, or a share"):
+                start()
+    for start in starts(3):
         with pytest.raises(sky.UsageError, match="3 free GPUs for") as raised:
             start()
         assert raised.value.hint == "gpus= can be at most 2"
     with pytest.raises(sky.UsageError, match="a broadcast has all GPUs"):
         gpu_pool.submit(call, gpus=1, on="all")
-
-
-def meet(path: str) -> str:
-    leave(path)
-    return wait_for(f"{path}.go")
-
-
-def test_a_call_with_gpus_ends_when_its_pool_is_detached(
-    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool]
-) -> None:
-    """It is not a part of the run."""
-    pool = open_pool("local", ranks=1, host={"gpus": (0,)})
-    alone = pool.submit(sky.function(linger)(spot / "pid"), gpus=1)
-    [pid] = spot.read("pid").values()
-    pool.submit(sky.function(meet)(spot / "met"), on="all")
-    spot.wait("met")
-    run = pool.detach(name="apart")
-    until(lambda: not runs_on("here", int(pid)))
-    assert alone.done()
-    spot.leave("met.go")
-    assert run.result(60) == [""]
 
 
 def test_the_memory_cap_is_set_when_torch_loads_cuda(open_pool: Callable[..., sky.Compute]) -> None:
@@ -276,27 +248,6 @@ def test_a_host_frees_its_own_gpus_alone() -> None:
     for worker in node.released:
         queue.ended(hostile, worker)  # type: ignore[arg-type]
     assert node.callers == [first, second], "its workers have not exited"
-
-
-def test_calls_of_a_lost_host_move_and_its_gpus_are_gone() -> None:
-    lost, there = FakeNode(1), FakeNode(2)
-    queue = scheduler(lost, there)
-    moves, fails, pinned = task(2, on=None, retries=1), task(2), task(1, on=lost)
-    for each in (moves, fails, pinned):
-        queue.add(each)
-    assert (lost.callers, there.callers) == ([moves], [fails])
-    lost.lose()
-    lost.lost = sky.HostLost("gone", host="node1")
-    moves.failed(sky.HostLost("gone", host="node1"))
-    queue.ended(lost)  # type: ignore[arg-type]
-    assert isinstance(pinned.future.exception(0), sky.HostLost)
-    assert not moves.future.done()
-    fails.answered(*result(None))
-    assert there.callers == [fails, moves]
-    there.lose()
-    there.lost = sky.HostLost("gone", host="node2")
-    moves.failed(sky.HostLost("gone", host="node2"))
-    assert isinstance(moves.future.exception(0), sky.HostLost)
 
 
 def test_no_gpu_is_used_twice_whatever_happens() -> None:

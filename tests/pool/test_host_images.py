@@ -68,15 +68,3 @@ def test_variables_of_the_pool_come_before_those_of_the_image_and_of_the_host() 
     host = sky.Host(name="node1", env={"A": "host", "B": "host", "C": "host"})
     images = HostImages([host], sky.Image(env={"B": "image", "C": "image"}), (), {"C": "pool"})
     assert images.variables(host).items() >= {"A": "host", "B": "image", "C": "pool"}.items()
-
-
-def test_a_plugin_sees_each_host_once() -> None:
-    class Counts(sky.plugins.Plugin):
-        def transform(self, image: sky.Image, host: sky.Host) -> sky.Image:
-            seen.append(host.name)
-            return image
-
-    seen: list[str] = []
-    images = HostImages(HOSTS[:2], sky.Image(), (Counts(),))
-    images.add(HOSTS)
-    assert seen == ["node1", "node2", "node3"]

@@ -233,15 +233,6 @@ def test_an_error_says_which_item_it_comes_from() -> None:
     assert (error.item_index, notes(error)) == (3, ["in the map: item 3, 'd'"])  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("item", [None, -1, 4])
-def test_where_the_host_cannot_say_it_the_group_is_named(item: int | None) -> None:
-    lost = sky.HostLost("gone", host="node1")
-    lost.__cause__ = sky.RemoteTraceback("", "node1", item=item)
-    error = failed(list(range(20)), lost, number=1)
-    assert notes(error) == ["in the map: one of items 1 to 4"]
-    assert not hasattr(error, "item_index")
-
-
 @pytest.mark.parametrize(
     ("item", "shown"),
     [(Rude(), "<Rude instance at 0x"), ("x" * 10_000, "'xxx"), ("\x1b[2Jboo", "'\\x1b[2Jboo'"), (10**5000, "")],

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from stage.spot import until
-from test_files import SPEC, Served, fill, notices, tree
+from test_files import SPEC, Served, fill, tree
 
 from skyfab.errors import ProtocolError, UsageError
 from skyfab.files.source import PIECE
@@ -22,7 +22,7 @@ from skyfab.host import mirror as host_mirror
 from skyfab.pool import mirror
 from skyfab.pool.file_worker import Remote
 from skyfab.pool.mirror import Mirror
-from skyfab.ui.events import Event, Events
+from skyfab.ui.events import Event, Events, Notice
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +46,10 @@ def events() -> list[Event]:
 
 
 Open = Callable[..., Mirror]
+
+
+def notices(events: list[Event]) -> list[tuple[str | None, str]]:
+    return [(event.host, event.text) for event in events if isinstance(event, Notice)]
 
 
 @pytest.fixture
@@ -99,10 +103,10 @@ def test_what_is_here_is_not_sent_again_by_the_next_mirror(
     assert not events
 
 
-@pytest.mark.parametrize("size", [10, PIECE + 10])
 def test_the_newest_comes_first_also_if_it_appears_later(
-    monkeypatch: pytest.MonkeyPatch, here: Path, nodes: list[Any], open_mirror: Open, size: int
+    monkeypatch: pytest.MonkeyPatch, here: Path, nodes: list[Any], open_mirror: Open
 ) -> None:
+    size = PIECE + 10
     monkeypatch.setattr(host_mirror, "_PASS", 1)
     nodes.append(node := Served("n3", nodes[0].folder.parent / "n3"))  # which has the changed limit
     folder = node.folder / "ckpt"
@@ -173,8 +177,10 @@ def test_a_file_that_somebody_appends_to_is_left_out(
     assert tree(here)["ckpt/log"].endswith("line\n")
 
 
-@pytest.mark.parametrize("size", [1000, 3 * PIECE])
-@pytest.mark.parametrize("change", ["rewritten", "replaced", "removed", "truncated"])
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [("rewritten", 3 * PIECE), ("replaced", 3 * PIECE), ("removed", 1000), ("truncated", 1000)],
+)
 def test_a_file_that_changes_while_it_is_mirrored_is_never_half(
     here: Path, nodes: list[Any], open_mirror: Open, events: list[Event], size: int, change: str
 ) -> None:
@@ -330,17 +336,13 @@ def row(path: str, **changes: Any) -> bytes:
     "says",
     [
         {"rows": row("../out")},
-        {"rows": row("/tmp/out")},
         {"rows": row("ckpt/../../out")},
         {"rows": row("elsewhere/1.pt")},
-        {"rows": row("ckpt/" + "d/" * 1500 + "x")},
         {"rows": row("ckpt/link", kind="l", link="../../out")},
-        {"rows": row("ckpt/1.pt", size=-1)},
         {"rows": b'{"value": [[], []]}'},
         {"news": b'{"value": "all"}'},
-        {"news": b"\xff"},
     ],
-    ids=["up", "absolute", "inner", "not-requested", "deep", "link", "size", "nothing", "news", "bytes"],
+    ids=["up", "inner", "not-requested", "link", "nothing", "news"],
 )
 def test_a_hostile_host_is_asked_no_more(
     here: Path, nodes: list[Any], open_mirror: Open, events: list[Event], says: dict[str, bytes]
@@ -381,18 +383,3 @@ def test_a_host_that_was_lost_is_asked_again(
     again = nodes[0].requests[lost[0] :].count("piece")
     assert again <= 20 - 12 + 5, "only what was on its way is sent twice"
     assert notices(events) == [("n1", "not mirrored: it was lost during the transfer")]
-
-
-def test_leaving_takes_nothing_more(here: Path, nodes: list[Any], open_mirror: Open, events: list[Event]) -> None:
-    (nodes[0].folder / "ckpt").mkdir()
-    (nodes[0].folder / "ckpt" / "large.pt").write_bytes(bytes(20 * PIECE))
-    made = open_mirror(limit="1kB/s")
-    until(lambda: "piece" in nodes[0].requests)
-    made.leave()
-    count = len(nodes[0].requests)
-    assert made.stop()[0].sent == 0
-    assert len(nodes[0].requests) == count
-    assert not events
-    assert tree(here).keys() == {f"ckpt/{path.name}" for path in (here / "ckpt").glob(".*.part")}
-    open_mirror().stop()
-    assert tree(here).keys() == {"ckpt/large.pt"}

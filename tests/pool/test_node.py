@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -175,17 +174,6 @@ def test_a_large_argument_of_one_call_travels_with_it_and_is_stored_when_it_come
     assert session.ops == ["call"], "and this one is not large"
 
 
-def test_large_arrays_of_a_function_are_stored(node: Node) -> None:
-    session, caller = session_of(node), FakeCaller()
-    function = PackedFunction("digest", codec.Payload(b"f", [memoryview(bytes(LARGE)), memoryview(b"small")]))
-    node.call("solo.0", PLAN, packed(function, codec.Payload(b"a")), caller=caller)
-    assert session.ops == ["blob"]
-    session.answers[0](messages.Done(), [])
-    assert session.data[2] == [b"f", b"small"]
-    name, size = session.sent[1].parts[1]
-    assert (len(name), size, session.sent[1].parts[2]) == (64, LARGE, 5)
-
-
 def test_a_host_that_cannot_store_an_argument_fails_its_call_once(node: Node) -> None:
     session, caller = session_of(node), FakeCaller()
     arguments = codec.Payload(b"a", [memoryview(bytes([each]) * LARGE) for each in (1, 2)])
@@ -245,23 +233,6 @@ def test_a_project_is_sent_once_and_only_what_is_missing(node: Node) -> None:
     assert len(session.asked) == 2
 
 
-def test_a_large_project_is_sent_in_portions(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is read when those before it have arrived: not all of them are in memory at once."""
-    monkeypatch.setattr("skyfab.pool.host_store._HELD", 0)
-    session, tree, sent = session_of(node), FakeTree(), list[int]()
-    session.missing = ["blob1", "blob2"]
-
-    def wait(done: Callable[[], bool]) -> bool:
-        sent.append(len(session.sent))
-        for answer in session.answers[len(sent) - 1 : len(sent)]:
-            answer(messages.Done(), [])
-        return done()
-
-    session.wait = wait
-    assert node.store.sync(tree)  # type: ignore[arg-type]
-    assert sent == [1, 2, 2]
-
-
 def test_a_file_that_is_on_its_way_is_not_sent_twice(node: Node) -> None:
     session, tree = session_of(node), FakeTree()
     session.missing = ["blob1"]
@@ -283,16 +254,6 @@ def test_a_host_is_lost_for_the_first_reason_and_only_when_its_session_has_ended
     node.note_lost(error)
     node.note_lost(sky.HostLost("later", host="node1"))
     assert repr(node.lost) == repr(error)
-
-
-def test_a_call_that_must_keep_its_place_is_sent_at_once(node: Node) -> None:
-    session, caller = session_of(node), FakeCaller()
-    content = packed(PackedFunction("d", codec.Payload(b"f")), codec.Payload(b"a", [memoryview(bytes(LARGE))]))
-    for _ in range(2):
-        generation = node.call("solo.0", PLAN, content, caller=caller, store="none")
-    assert session.ops == ["spawn", "function", "call", "call"]
-    assert node.has_worker("solo.0", generation)
-    assert not node.has_worker("solo.0", generation + 1)
 
 
 # ---- events

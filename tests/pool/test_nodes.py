@@ -12,9 +12,8 @@ import pytest
 from stage.fakes import FakeNode, FakeSession
 
 import skyfab as sky
-from skyfab.pool import nodes as module
 from skyfab.pool.node import Node
-from skyfab.pool.nodes import Nodes, close_all, make_room, named, open_all, tell_files
+from skyfab.pool.nodes import Nodes, make_room, named, open_all, tell_files
 from skyfab.pool.workdir import Workdir
 from skyfab.protocol import messages
 from skyfab.session.timing import Timing
@@ -170,26 +169,6 @@ def test_ctrl_c_while_hosts_are_opened_closes_them_all(stage: Stage) -> None:
     with pytest.raises(KeyboardInterrupt):
         opened(stage, None, KeyboardInterrupt())
     assert all(node.session.closed for node in stage.nodes)  # type: ignore[attr-defined]
-
-
-def test_an_interrupt_while_hosts_are_closed_leaves_the_rest_to_the_end_of_the_program(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    registered: list[Any] = []
-    monkeypatch.setattr(module, "atexit", SimpleNamespace(register=registered.append))
-    node: Any = FakeNode(0)
-    close_all([node])
-    assert node.session.closed
-    assert registered == []
-
-    def interrupted(_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(FakeNode, "close", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        close_all([node])
-    assert registered == [module.end_all]  # type: ignore[attr-defined]
-    close_all([node])  # it is not waited for again
 
 
 @pytest.mark.parametrize(

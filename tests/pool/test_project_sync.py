@@ -249,20 +249,3 @@ def test_a_handler_that_raises_leaves_slots_with_the_version_that_is_noted(
         signal.signal(signal.SIGUSR1, before)
     assert used == ["old"]
     assert sync.tree is project.now  # type: ignore[comparison-overlap]
-
-
-def test_what_cannot_be_read_ahead_is_an_error_of_the_first_call(
-    sync: ProjectSync, project: FakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-
-    def unreadable(**_: object) -> FakeTree:
-        read.append("tried")
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(project, "tree", unreadable)
-    sync.read_ahead()
-    assert read == ["tried"]
-    sync.open([])
-    with pytest.raises(PermissionError):
-        sync.digest(lambda digest: None)

@@ -173,19 +173,3 @@ def test_closing_ends_an_attempt_and_nothing_is_tried_until_the_pool_is_open_aga
     home.expect(node, GONE)  # type: ignore[arg-type]
     until(lambda: node.lost is None)
     until(lambda: not threads())
-
-
-def test_a_session_that_is_made_while_the_pool_closes_is_not_opened(node: LostNode, begin: Begin) -> None:
-    home = begin(lambda _, accept: accept())
-    make = home._session_for
-
-    def late(which: Any) -> Any:
-        home._over.set()
-        return make(which)
-
-    home._session_for = late
-    node.attempts = [lambda: pytest.fail("opened")]
-    home.expect(node, GONE)  # type: ignore[arg-type]
-    until(lambda: not threads())
-    assert len(node.made) == 1
-    assert node.lost is GONE

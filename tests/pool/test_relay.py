@@ -46,7 +46,7 @@ def left(lab: Lab) -> int:
     return int(Path(f"/sys/class/net/{lab.hosts[0].network.bridge}/statistics/tx_bytes").read_text())
 
 
-@pytest.mark.parametrize("count", [0, 1, 16, 17, 40, 100])
+@pytest.mark.parametrize("count", [0, 1, 17, 40])
 def test_the_plan(count: int) -> None:
     parents = plan(count)
     assert len(parents) == count
@@ -80,15 +80,6 @@ def test_it_leaves_this_machine_once(lab: Lab, pool: sky.Compute) -> None:
     before = left(lab)
     assert pool.relay.send(items, pool.hosts, keep=True) == {}
     assert left(lab) - before < 100_000, "all hosts have it"
-
-
-def test_what_one_host_has_does_not_leave_again(lab: Lab, pool: sky.Compute) -> None:
-    name, data = item(8 * MIB)
-    assert pool.relay.send({name: data}, pool.hosts[2:3]) == {}
-    before = left(lab)
-    assert pool.relay.send({name: data}, pool.hosts) == {}
-    assert left(lab) - before < 100_000
-    assert stored(name) @ pool == [name] * 4
 
 
 def test_what_only_other_hosts_have(lab: Lab, pool: sky.Compute) -> None:

@@ -450,15 +450,6 @@ def test_the_end_of_a_call_is_told_before_who_waits_goes_on() -> None:
     assert one.future.on_cancel is None
 
 
-def test_a_cancelled_call_that_waits_is_never_made() -> None:
-    node = FakeNode(1)
-    one, two, three = add(queue_over(node), 3)
-    assert two.future.cancel()
-    one.answered(*result(None))
-    assert node.callers == [one, three]
-    assert node.cancelled == []
-
-
 def test_calls_that_wait_when_the_pool_closes_fail_and_those_that_run_do_not() -> None:
     node = FakeNode(1)
     queue = queue_over(node)

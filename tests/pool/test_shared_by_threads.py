@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stage.spot import until
 
 import skyfab as sky
-from skyfab.errors import HostLost
 
 
 @pytest.fixture(scope="module")
@@ -67,21 +64,3 @@ def test_calls_of_an_actor_that_were_cancelled_are_not_executed(compute: sky.Com
         assert {*diary.all()} == {"first", *futures} - cancelled
         assert 0 < len(cancelled) < len(futures)
         assert all(future.cancelled() == (name in cancelled) for name, future in futures.items())
-
-
-def test_a_restart_that_made_no_object_does_not_count(compute: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
-    with compute.actor(Diary, restarts=1) as diary:
-        pid = diary.note("before")
-
-        def away() -> Any:
-            raise HostLost("it is away")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(diary._actor, "_place", away)
-            os.kill(pid, signal.SIGKILL)
-            for _ in range(3):
-                with pytest.raises((HostLost, sky.ActorLost)):
-                    diary.all()
-            with pytest.raises(HostLost):
-                diary.all()
-        until(lambda: diary.all() == [])

@@ -16,7 +16,7 @@ from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab.inspect.stacks import STACKS, Frame, Stack, frames_of, groups
+from skyfab.inspect.stacks import STACKS, Frame, Stack, frames_of
 from skyfab.lab import Lab
 from skyfab.session.question import Reply
 from skyfab.ui.events import Stalled
@@ -112,15 +112,6 @@ def test_a_function_that_waits_for_an_actor_is_shown() -> None:
     serves = (f"{agent}/actors.py", f"{agent}/worker.py", f"{agent}/worker.py", "/x/runpy.py")
     assert of_files(*waits, *calls, *serves) == ["/x/train.py", "/x/main.py"]
     assert of_files("/c/bundles/b/skyfab/protocol/mux.py", *serves[1:]) == []
-
-
-def test_groups_are_sorted_by_size_and_kept_apart_by_pool() -> None:
-    def at(rank: int, line: int, pool: str = "a") -> Stack:
-        frames = (Frame(file="f", line=rank, function="g"), Frame(file="f", line=line, function="h"))
-        return Stack(host="h", rank=rank, pid=rank, pool=pool, frames=frames)
-
-    found = groups([at(0, 1), at(1, 2), at(2, 2), at(3, 2, pool="b")])
-    assert [[stack.rank for stack in group] for group in found] == [[1, 2], [0], [3]]
 
 
 @pytest.mark.parametrize("number", ["²", "9" * 5000, "-1"])

@@ -84,13 +84,6 @@ def test_another_function_is_progress(stage: Stage) -> None:
     assert stage.found == []
 
 
-def test_what_goes_on_and_stands_still_again_is_reported_again(stage: Stage) -> None:
-    stage.pass_time(11)
-    stage.nodes[0].session.function = "evaluate"
-    stage.pass_time(11)
-    assert len(stage.found) == 2
-
-
 def test_a_lost_host_makes_no_stall_and_keeps_nobody_from_being_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, hosts=2)
     stage.nodes[0].session.is_gone = True

@@ -11,7 +11,6 @@ import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -48,15 +47,6 @@ def guarded(path: str, block: bool = True) -> Generator[int, None, None]:
         yield 2
     finally:
         Path(path).write_text("ended")
-
-
-@sky.function
-def raises_at_end() -> Generator[int, None, None]:
-    try:
-        yield 1
-        time.sleep(1000)
-    finally:
-        raise LookupError("at the end")
 
 
 @sky.function
@@ -112,7 +102,7 @@ def test_large_values_and_arrays_that_are_used_again(pool: sky.Compute) -> None:
     assert found == [(3_000_000, number, number) for number in range(8)]
 
 
-@pytest.mark.parametrize("small", [0, 1, 20, 21, 22, 42, 63])
+@pytest.mark.parametrize("small", [0, 1, 21, 63])
 def test_small_and_large_values_come_in_order(compute: sky.Compute, small: int) -> None:
     @sky.function
     def mixed() -> Iterator[tuple[int, bytes]]:
@@ -167,7 +157,7 @@ def test_a_value_is_here_before_the_next_is_produced(compute: sky.Compute, tmp_p
     assert list(values) == ["third"]
 
 
-@pytest.mark.parametrize(("ahead", "most"), [(64, 65), (3, 4), (1, 2), (0, 1)])
+@pytest.mark.parametrize(("ahead", "most"), [(64, 65), (1, 2), (0, 1)])
 def test_a_generator_does_not_run_further_ahead_than_it_may(
     compute: sky.Compute, tmp_path: Path, ahead: int, most: int
 ) -> None:
@@ -203,8 +193,7 @@ def test_the_input_is_not_read_further_ahead_than_it_may(compute: sky.Compute) -
     assert produced < 3 + 66
 
 
-@pytest.mark.parametrize("block", [True, False])
-@pytest.mark.parametrize("how", ["close", "with", "drop"])
+@pytest.mark.parametrize(("how", "block"), [("close", True), ("close", False), ("drop", True)])
 def test_ending_an_iterator_ends_the_generator(compute: sky.Compute, tmp_path: Path, how: str, block: bool) -> None:
     path = tmp_path / "ended"
     values = guarded(str(path), block) >> compute
@@ -213,10 +202,6 @@ def test_ending_an_iterator_ends_the_generator(compute: sky.Compute, tmp_path: P
         values.close()
         assert path.exists()
         assert list(values) == []
-    elif how == "with":
-        with closing(values):
-            pass
-        assert path.exists()
     else:
         del values
         gc.collect()
@@ -224,14 +209,13 @@ def test_ending_an_iterator_ends_the_generator(compute: sky.Compute, tmp_path: P
     assert total([1]) >> compute == 1
 
 
-@pytest.mark.parametrize("is_merged", [False, True])
-def test_ctrl_c_in_a_coroutine_ends_the_generator(compute: sky.Compute, tmp_path: Path, is_merged: bool) -> None:
+def test_ctrl_c_in_a_coroutine_ends_the_generator(compute: sky.Compute, tmp_path: Path) -> None:
     path = tmp_path / "ended"
     timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
 
     async def read() -> None:
         values: Any = guarded(str(path)) >> compute
-        async for _ in sky.merge(values) if is_merged else values:
+        async for _ in sky.merge(values):
             timer.start()
 
     with pytest.raises(KeyboardInterrupt):
@@ -252,7 +236,7 @@ def test_ctrl_c_while_several_are_read_ends_all(compute: sky.Compute, tmp_path: 
         until(path.exists)
 
 
-@pytest.mark.parametrize("how", ["close", "aclose", "while another thread waits"])
+@pytest.mark.parametrize("how", ["aclose", "while another thread waits"])
 def test_closing_what_is_merged_ends_all(compute: sky.Compute, tmp_path: Path, how: str) -> None:
     paths = [tmp_path / "first", tmp_path / "second"]
     merged = sky.merge(*[guarded(str(path)) >> compute for path in paths])
@@ -261,8 +245,7 @@ def test_closing_what_is_merged_ends_all(compute: sky.Compute, tmp_path: Path, h
     if how == "aclose":
         asyncio.run(merged.aclose())
     else:
-        if how != "close":
-            reader.start()
+        reader.start()
         merged.close()
     assert [path.exists() for path in paths] == [True, True]
     assert list(merged) == []
@@ -270,15 +253,6 @@ def test_closing_what_is_merged_ends_all(compute: sky.Compute, tmp_path: Path, h
     if reader.ident is not None:
         reader.join(10)
         assert not reader.is_alive()
-
-
-def test_closing_what_is_merged_raises_what_a_generator_raises(compute: sky.Compute, tmp_path: Path) -> None:
-    path = tmp_path / "ended"
-    merged = sky.merge(raises_at_end() >> compute, guarded(str(path)) >> compute)
-    assert [next(merged), next(merged)]
-    with pytest.raises(LookupError, match="at the end"):
-        merged.close()
-    assert path.exists()
 
 
 def test_generators_end_with_their_pool(tmp_path: Path) -> None:
@@ -363,8 +337,7 @@ def slow(number: int) -> Iterator[int]:
         yield value
 
 
-@pytest.mark.parametrize("generator", [count, slow])
-@pytest.mark.parametrize("closed", [False, True])
+@pytest.mark.parametrize(("generator", "closed"), [(count, False), (slow, True)])
 def test_an_iterator_is_freed_without_the_garbage_collector(compute: sky.Compute, generator: Any, closed: bool) -> None:
     gc.disable()
     try:
@@ -393,21 +366,12 @@ def test_the_producers_traceback_is_shown(compute: sky.Compute) -> None:
     assert "feeds.py" not in text
 
 
-@pytest.mark.parametrize("again", [lambda call, pool: call >> pool, lambda call, pool: call @ pool])
-def test_a_stream_is_for_one_call(compute: sky.Compute, again: Callable[..., Any]) -> None:
+def test_a_stream_is_for_one_call(compute: sky.Compute) -> None:
     numbers = sky.stream(range(4))
     assert total(numbers) >> compute == 6
-    with pytest.raises(sky.UsageError, match="an earlier call has read this stream"):
-        again(total(numbers), compute)
-
-
-def test_streams_anywhere_in_the_arguments(compute: sky.Compute) -> None:
-    @sky.function
-    def pairs(both: dict[str, Any], rest: Iterator[int]) -> list[tuple[Any, ...]]:
-        return list(zip(both["a"], both["b"], rest, strict=True))
-
-    both = {"a": sky.stream(range(200)), "b": sky.stream("x" * 200)}
-    assert pairs(both, iter(range(200))) >> compute == [(n, "x", n) for n in range(200)]
+    for again in (lambda: total(numbers) >> compute, lambda: total(numbers) @ compute):
+        with pytest.raises(sky.UsageError, match="an earlier call has read this stream"):
+            again()
 
 
 def test_a_worker_that_dies_ends_the_iterator(compute: sky.Compute) -> None:
@@ -459,7 +423,7 @@ def test_a_forked_child_leaves_iterators_and_actors_to_its_parent(compute: sky.C
     assert counter.get(1) is None
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt()])
+@pytest.mark.parametrize("error", [SystemExit(3)])
 def test_a_producer_that_ends_its_thread_ends_the_stream(compute: sky.Compute, error: BaseException) -> None:
     def numbers() -> Iterator[int]:
         yield 1
@@ -475,45 +439,6 @@ def test_an_iterator_where_none_is_expected_is_explained(compute: sky.Compute) -
         plain(number for number in range(3)) >> compute
     with pytest.raises(TypeError, match=r"has not run: for value in count\(…\) >> compute"):
         list(count(3))
-
-
-def test_few_processes_of_generators_are_kept(compute: sky.Compute, tmp_path: Path) -> None:
-    def workers() -> int:
-        return sum(name.startswith("stream.") for name in compute.hosts[0]._workers)
-
-    iterators = [guarded(str(tmp_path / str(number))) >> compute for number in range(12)]
-    assert [next(one) for one in iterators] == [1] * 12
-    assert workers() >= 12
-    for one in iterators:
-        one.close()
-    until(lambda: workers() <= 8)
-    assert [list(one) for one in [count(2) >> compute for _ in range(3)]] == [[0, 1]] * 3
-
-
-def test_a_handler_that_raises_while_a_generator_is_started_ends_it(compute: sky.Compute, tmp_path: Path) -> None:
-    class Stop(Exception):
-        pass
-
-    def stop(*_: object) -> None:
-        raise Stop
-
-    path, scheduler = tmp_path / "ended", compute._scheduler
-    before, add = signal.signal(signal.SIGUSR1, stop), scheduler.add
-
-    def and_signal(task: Any) -> None:
-        add(task)
-        until(lambda: task.stream)
-        signal.raise_signal(signal.SIGUSR1)
-
-    vars(scheduler)["add"] = and_signal
-    try:
-        with pytest.raises(Stop) as raised:
-            guarded(str(path), block=False) >> compute
-    finally:
-        del vars(scheduler)["add"]
-        signal.signal(signal.SIGUSR1, before)
-    until(lambda: all(not slot.tasks for slot in scheduler._own_slots))
-    assert raised.value
 
 
 @sky.function(ahead=6000)

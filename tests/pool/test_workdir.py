@@ -156,26 +156,6 @@ def test_a_copy_that_fails_leaves_nothing_on_the_disk(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["p"]
 
 
-@pytest.mark.parametrize("is_locked", [True, False])
-def test_a_copy_whose_process_was_killed_goes_with_the_agent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_locked: bool
-) -> None:
-    """Unless another agent of the pool works on it, on a host that shares the cache."""
-    kept, own = tmp_path / "files", agent_workdir.own_name("p", "owner")
-    write(str(tmp_path / "run/files"), "")
-    monkeypatch.chdir(tmp_path / "run")
-    (kept / own).mkdir(parents=True)  # as if the project's folder were in use
-    written = agent_workdir.Written()
-    assert written.claim("p", "owner", str(tmp_path)) == (own, "p")
-    (kept / own).rmdir()
-    write(str(kept / f".in-{own}" / "part"), "x")
-    with (kept / f".in-{own}.lock").open("w") as lock:
-        if is_locked:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        written.close()
-    assert {path.name for path in kept.glob(".in-*")} == ({f".in-{own}", f".in-{own}.lock"} if is_locked else set())
-
-
 def test_gc_leaves_a_folder_that_is_being_copied(folder: Path, remote: list[sky.Host], namespaces: Lab) -> None:
     """Also if the run that used it ends meanwhile, and nothing in it has changed for long."""
     with sky.Compute(remote[:1], ui="none") as second, sky.Compute(remote[:1], ui="none") as first:
@@ -227,10 +207,10 @@ def test_another_folder_here_is_another_one_there(folder: Path, monkeypatch: pyt
         assert agent_workdir.place(project(odd), "/cache") == f"/cache/files/{project(odd)}"
 
 
-@pytest.mark.parametrize("name", ["../x", "a/b", ".hidden", "..", "a b", "$(x)", "a\n"])
-def test_an_agent_makes_folders_in_its_cache_and_nowhere_else(name: str) -> None:
-    with pytest.raises(ProtocolError):
-        agent_workdir.place(name, "/cache")
+def test_an_agent_makes_folders_in_its_cache_and_nowhere_else() -> None:
+    for name in ("../x", "a/b", ".hidden", "..", "a b", "$(x)", "a\n"):
+        with pytest.raises(ProtocolError):
+            pytest.fail(agent_workdir.place(name, "/cache"))
 
 
 def test_a_path_that_was_named_is_made_and_stays(folder: Path, remote: list[sky.Host], spot: object) -> None:
@@ -263,12 +243,12 @@ def test_the_pools_choice_comes_before_the_hosts(folder: Path) -> None:
     assert Workdirs("auto").of(local) == Workdir("")
 
 
-@pytest.mark.parametrize("wrong", ["", "relative", "./x", "-x", "a\nb"])
-def test_what_cannot_be_a_working_folder_is_refused(wrong: str) -> None:
-    with pytest.raises(sky.UsageError, match="workdir"):
-        sky.Compute("local", workdir=wrong)
-    with pytest.raises(sky.UsageError, match="workdir"):
-        sky.Host(name="node1", workdir=wrong)
+def test_what_cannot_be_a_working_folder_is_refused() -> None:
+    for wrong in ("", "relative", "~nobody-of-that-name/data"):
+        with pytest.raises(sky.UsageError, match="workdir"):
+            sky.Compute("local", workdir=wrong)
+        with pytest.raises(sky.UsageError, match="workdir"):
+            sky.Host(name="node1", workdir=wrong)
 
 
 def test_a_folder_that_cannot_be_made_is_said_by_every_call(folder: Path, remote: list[sky.Host]) -> None:

@@ -13,7 +13,6 @@ from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.env.resolve import LockError
 from skyfab.env.sdists import Source, is_built
-from skyfab.protocol.blobs import name_of
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -57,38 +56,6 @@ def test_a_wheel_is_built_again_when_its_source_is_another(tmp_path: Path) -> No
     assert Source("a", "https://me:pw@x/a", sha256="1").key == keys[0], "whoever may read it"
 
 
-def test_a_folder_an_archive_and_a_commit_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    places: list[str] = []
-    commands: list[tuple[str, ...]] = []
-
-    def build(*arguments: str, **_: object) -> str:
-        out = Path(arguments[arguments.index("--out-dir") + 1])
-        out.mkdir()
-        (out / "a-1.0-py3-none-any.whl").touch()
-        places.append(arguments[-1])
-        return ""
-
-    def git(*command: str, **_: object) -> str:
-        commands.append(command)
-        return ""
-
-    monkeypatch.setattr(uv, "run_uv", build)
-    monkeypatch.setattr(uv, "run", git)
-    archive = tmp_path / "a.tar.gz"
-    archive.write_text("archive")
-    sha256 = name_of(b"archive")
-    for source in (
-        Source("a", tmp_path.as_uri(), inner="py"),
-        Source("a", archive.as_uri(), sha256=sha256),
-        Source("a", "https://g/a", commit="c0ffee", inner="py"),
-    ):
-        assert source.wheel(Target(system="Linux", arch="x86_64", libc="", python="3.11")).version == "1.0"
-    assert places[:2] == [f"{tmp_path}/py", str(cache_folder() / "wheels" / sha256 / "a.tar.gz")]
-    assert places[2].endswith("/clone/py")
-    assert [command[1] for command in commands] == ["clone", "checkout", "submodule"]
-    assert "https://g/a" in commands[0] and commands[1][-1] == "c0ffee"
-
-
 @pytest.fixture
 def built(monkeypatch: pytest.MonkeyPatch) -> Path:
     """This machine has glibc 2.31; uv has built what lies in this folder."""
@@ -128,12 +95,3 @@ def test_compiled_code_is_for_hosts_like_this_machine(built: Path, change: dict[
     else:
         with pytest.raises(LockError, match="a has no wheel, and one built on this machine does not run on"):
             source.wheel(Target(**fields))
-
-
-def test_a_mac_has_no_c_library_to_compare(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(platform, "libc_ver", lambda *_: ("", ""))
-    (built / "a-1.5-cp311-cp311-macosx_13_0_arm64.whl").write_text("wheel")
-    mac = Target(system="Darwin", arch="arm64", libc="", python="3.11")
-    assert Source("a", "https://x/a", sha256="1").wheel(mac).version == "1.5"

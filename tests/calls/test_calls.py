@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, as_completed, wait
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -421,56 +421,6 @@ def test_deeply_nested_data_is_an_error_that_names_the_argument(pool: sky.Comput
     assert add(1) >> pool == 11
 
 
-# ---- torch
-
-
-@pytest.fixture(scope="module")
-def torch_pool(lent_hosts_of: Callable[..., list[sky.Host]]) -> Iterator[sky.Compute]:
-    """One host, two ranks: importing torch takes seconds, and how tensors travel is the same on every transport."""
-    pytest.importorskip("torch")
-    with sky.Compute(lent_hosts_of("openssh", 1), ranks=2, ui="none") as compute:
-        yield compute
-
-
-@pytest.mark.torch
-@pytest.mark.slow
-def test_a_model_comes_back_trained_with_its_weights_still_tied(torch_pool: sky.Compute) -> None:
-    torch = pytest.importorskip("torch")
-
-    class Tied(torch.nn.Module):  # type: ignore[misc,name-defined]
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = torch.nn.Embedding(50, 8)
-            self.out = torch.nn.Linear(8, 50, bias=False)
-            self.out.weight = self.embed.weight
-            self.register_buffer("steps", torch.zeros(1))
-
-        def forward(self, x: Any) -> Any:
-            return self.out(self.embed(x))
-
-    @sky.function
-    def train(model: Any, optimizer: Any) -> tuple[Any, Any]:
-        for _ in range(3):
-            optimizer.zero_grad()
-            model(torch.arange(50)).sum().backward()
-            optimizer.step()
-            model.steps += 1
-        return model, optimizer
-
-    torch.manual_seed(0)
-    model = Tied()
-    before = model.embed.weight.detach().clone()
-    optimizer = torch.optim.Adam(model.parameters())
-    trained, stepped = train(model, optimizer) >> torch_pool
-    assert trained.out.weight is trained.embed.weight
-    assert not torch.equal(trained.embed.weight, before)
-    assert torch.equal(model.embed.weight, before)
-    assert trained.steps.item() == 3
-    assert stepped.param_groups[0]["params"][0] is trained.embed.weight
-    here, _ = train.fn(model, optimizer)
-    assert torch.allclose(here.embed.weight, trained.embed.weight)
-
-
 # ---- functions
 
 
@@ -557,37 +507,6 @@ def test_a_function_may_start_processes_of_its_own(pool: sky.Compute) -> None:
 
     for method in ("fork", "spawn", "forkserver"):
         assert spread(method) >> pool == [0, 1, 4, 9, 16]
-
-
-def test_a_rank_looks_like_a_python_that_was_started_for_the_function(lent_pool: sky.Compute) -> None:
-    @sky.function
-    def look() -> dict[str, Any]:
-        import subprocess
-
-        import numpy
-
-        said = subprocess.run(
-            [sys.executable, "-c", "import sys, numpy; print(sys.prefix, numpy.__version__)"],
-            capture_output=True,
-            text=True,
-        )
-        return {
-            "prefix": f"{sys.prefix} {numpy.__version__}\n",
-            "child": said.stdout + said.stderr,
-            "argv": sys.argv,
-            "main": sys.modules["__main__"].__name__,
-            "umask": oct(os.umask(0o22)),
-            "limit": sys.getrecursionlimit(),
-            "home": os.environ["HOME"] == str(pathlib.Path.home()),
-        }
-
-    found = look() >> lent_pool
-    assert found["child"] == found["prefix"]
-    assert found["argv"] == [""]
-    assert found["main"] == "__main__"
-    assert found["umask"] == "0o22"
-    assert found["limit"] == sys.getrecursionlimit()
-    assert found["home"]
 
 
 def test_variables_come_from_host_image_and_pool_the_nearest_last(open_pool: Callable[..., sky.Compute]) -> None:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
 import sys
-import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -107,57 +105,9 @@ def test_names_that_are_no_text_travel(tmp_path: Path, open_pool: OpenPool) -> N
     assert found == [b"bad\xff.csv", b"good.csv"]
 
 
-def test_functions_of_a_spawned_child_run(tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(
-        textwrap.dedent(
-            """
-            import multiprocessing, skyfab as sky
-
-            class Thing:
-                value = 20
-
-            @sky.function
-            def double(thing):
-                return 2 * thing.value
-
-            def work(queue):
-                with sky.Compute("local", ui="none") as compute:
-                    queue.put((double(Thing()) >> compute, (double(Thing()) @ compute)[0]))
-
-            if __name__ == "__main__":
-                context = multiprocessing.get_context("spawn")
-                queue = context.Queue()
-                child = context.Process(target=work, args=(queue,))
-                child.start()
-                print(queue.get(timeout=170))
-                child.join()
-            """
-        )
-    )
-    env = {**os.environ, "PYTHONPATH": str(Path(sky.__file__).parents[1])}
-    ran = subprocess.run(
-        [sys.executable, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=170
-    )
-    assert ran.stdout == "(40, 40)\n", ran.stderr
-
-
 def test_a_stream_of_results_that_is_dropped_before_its_first_one_stops_its_calls(open_pool: OpenPool) -> None:
     pool = open_pool()
     stream = sky.gather(*(sky.function(late)("x", 30) for _ in range(20)), stream=True) >> pool
     del stream
     gc.collect()
     assert (sky.function(late)("next", 0) > pool).result(25) == "next"
-
-
-def test_a_function_that_redirects_its_output_returns(open_pool: OpenPool) -> None:
-    """Nothing writes to the pipe of its stdout any more, while lines of its stderr wait to be sent."""
-
-    def redirect() -> int:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        for _ in range(300):
-            os.write(2, b"x" * 99 + b"\n")
-            os.write(2, (b"y" * 99 + b"\n") * 1000)
-        return 1
-
-    pool = open_pool("local")
-    assert [sky.function(redirect)() >> pool for _ in range(2)] == [1, 1]

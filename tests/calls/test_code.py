@@ -234,52 +234,6 @@ def test_classes_of_main_come_back_as_themselves(program: Program) -> None:
     assert program("script.py") == [True, True, True, True, 16, "no"]
 
 
-def test_functions_of_user_modules_run_by_name_whatever_decorates_them(program: Program) -> None:
-    jobs = """
-        import functools
-        import skyfab as sky
-        from steps import Result
-
-        count = 0
-
-        def twice(fn):
-            @functools.wraps(fn)
-            def wrapper(*args):
-                return fn(fn(*args).value)
-            return wrapper
-
-        @sky.function
-        @twice
-        def step(x):
-            global count
-            count += 1
-            return Result(x + 1, count)
-
-        @sky.silent
-        @sky.function(timeout=60)
-        def quiet(x):
-            print("not to be heard")
-            return x
-
-        class Job:
-            @staticmethod
-            @sky.function
-            def nested(x):
-                return Result(-x, 0)
-    """
-    main = """
-        import jobs
-        from steps import Result
-
-        def find(compute):
-            a, b = jobs.step(1) >> compute, jobs.Job.nested(3) >> compute
-            return [type(a) is Result, a.value, a.count, b.value, jobs.quiet(5) >> compute, jobs.count]
-    """
-    steps = "class Result:\n    def __init__(self, value, count):\n        self.value, self.count = value, count\n"
-    program.write({"script.py": script(main), "jobs.py": jobs, "steps.py": steps})
-    assert program("script.py") == [True, 3, 2, -3, 5, 0]
-
-
 def test_names_that_are_no_plain_words(program: Program) -> None:
     """Folders and data files with spaces, quotes and letters of all kinds; a link to a file; an empty module."""
     folder = program.folder / "a 'b' \"c\" ü $HOME"

@@ -92,16 +92,6 @@ def test_jobs_are_slots(joblib: Any, three: sky.Compute) -> None:
     assert pid == other == os.getpid(), "one job is run here, as joblib does"
 
 
-def test_fewer_jobs_than_slots_are_a_limit(joblib: Any, three: sky.Compute, tmp_path: Path) -> None:
-    def most(jobs: int) -> int:
-        tasks = [joblib.delayed(touch)(str(tmp_path), number, 0.1) for number in range(9)]
-        return max(joblib.Parallel(n_jobs=jobs, batch_size=1)(tasks))
-
-    until(lambda: most(3) == 3)  # processes of slots have started
-    assert max(most(2) for _ in range(3)) <= 2
-    until(lambda: most(2) == 2)
-
-
 def test_parallel_code_inside_of_tasks_uses_threads(joblib: Any, three: sky.Compute) -> None:
     found = joblib.Parallel(n_jobs=-1)(joblib.delayed(inner)(3) for _ in range(4))
     assert found == [("ThreadingBackend", [0, 1, 4])] * 4

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
-import subprocess
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -53,26 +50,6 @@ def test_a_ray_that_checks_no_tokens_is_refused(ray_that: Callable[..., sky.Comp
     pool = ray_that("", good=1, authentication="none")
     with pytest.raises(sky.HostUnfit, match="its Ray does not check tokens"), pool.ray():
         pass
-
-
-def test_only_a_ray_outside_of_containers_is_in_the_way(ray_that: Callable[..., sky.Compute], tmp_path: Path) -> None:
-    program = tmp_path / "raylet"
-    shutil.copy2("/bin/sleep", program)
-    pool = ray_that("", good=1)
-    with subprocess.Popen([program, "100"]) as other:
-        with pytest.raises(sky.HostUnfit, match=f"another Ray of this user is running, pid {other.pid}"), pool.ray():
-            pass
-        other.kill()
-    argv = ["unshare", "--pid", "--fork", "--kill-child", program, "100"]
-    if subprocess.run([*argv[:-1], "0"], stderr=subprocess.DEVNULL).returncode:
-        pytest.skip("this user may not make namespaces")
-    with subprocess.Popen(argv) as container:
-        while not Path(f"/proc/{container.pid}/task/{container.pid}/children").read_text():
-            time.sleep(0.01)
-        time.sleep(0.1)  # until the child is that program
-        with pool.ray() as address:
-            assert address.startswith("address/")
-        container.kill()
 
 
 def test_a_port_that_is_taken_meanwhile_is_chosen_again(ray_that: Callable[..., sky.Compute]) -> None:

@@ -148,7 +148,7 @@ class Unsendable:
         raise self.error
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, TypeError])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 def test_whatever_is_raised_while_a_result_is_pickled_is_an_error_of_its_call(
     compute: sky.Compute, error: type[BaseException]
 ) -> None:

@@ -351,16 +351,6 @@ def test_a_call_is_started_again_as_often_as_it_says() -> None:
     assert [str(one) for one in error.exceptions] == ["attempt 2"] * 2
 
 
-def test_an_attempt_waits_for_broadcasts_that_were_submitted_before() -> None:
-    pool = Pool()
-    pool.submit("retried", retries=1)
-    pool.submit("other")
-    pool.fail()
-    pool.wait_for("retried", "other")
-    pool.fail()
-    pool.wait_for("retried", "other", "retried")
-
-
 def test_an_attempt_that_waits_can_be_cancelled() -> None:
     pool = Pool()
     future = pool.submit(retries=1)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +23,31 @@ from skyfab.files.transfer import Here
 from skyfab.pool.compiled import _Exchange
 
 Open = Callable[..., sky.Compute]
-torch = pytest.importorskip("torch")
+# Not importorskip: ranks import this module, and torch takes seconds.
+pytestmark = pytest.mark.skipif(find_spec("torch") is None, reason="no torch")
+
+
+@pytest.fixture(scope="module")
+def caches(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Caches of this machine and of hosts. Hosts of all tests share them: a new one has to compile skyfab anew."""
+    return tmp_path_factory.mktemp("caches")
 
 
 @pytest.fixture(autouse=True)
-def own_caches(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def own_kernels(monkeypatch: pytest.MonkeyPatch, caches: Path) -> None:
     """Kernels of other tests are not found, neither here nor on hosts."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "here"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches / "here"))
+    for folder in (cache_folder(), *caches.iterdir()):
+        shutil.rmtree(folder / "compiled", ignore_errors=True)
 
 
 @pytest.fixture
-def pair(tmp_path: Path) -> Iterator[Open]:
+def pair(caches: Path) -> Iterator[Open]:
     """Opens two hosts on this machine, each with a cache of its own."""
     opened: list[sky.Compute] = []
 
     def open_it(names: str = "ab", **options: Any) -> sky.Compute:
-        hosts = [sky.Host(name=name, transport="local", cache=str(tmp_path / name)) for name in names]
+        hosts = [sky.Host(name=name, transport="local", cache=str(caches / name)) for name in names]
         opened.append(sky.Compute(hosts, ui="none", **options).open())
         return opened[-1]
 
@@ -85,7 +96,7 @@ def test_what_one_host_has_compiled_others_get_at_once_or_later_and_only_what_is
     assert compute.submit(sky.function(names)(), on=other).result() == ["kernel.so"]
     until(lambda: any((cache_folder() / "compiled").glob("*/triton/ab/kernel.so")), "this machine has a copy")
     compute.close()
-    later = pair("c")
+    later = pair("cd")
     later.run(sky.function(with_numpy)())
     until(lambda: later.run(sky.function(has_compiled)()) == "fast", "a later pool gets it from this machine")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -252,34 +251,6 @@ def test_an_interrupt_before_the_call_has_left_does_not_take_its_slot(one: sky.C
         assert (identity(2) > one).result(3) == 2
     finally:
         one._scheduler._slots[0].tasks.clear()  # the tests after this one want it
-
-
-# ---- ends of processes, hosts and pools
-
-
-def test_a_process_that_ends_between_two_calls_is_replaced(
-    one: sky.Compute, spot: Spot, runs_on: Callable[[str, int], bool]
-) -> None:
-    @sky.function
-    def end_later(how: int) -> int:
-        def end() -> None:
-            wait_for(go)
-            os.kill(os.getpid(), how)
-
-        threading.Thread(target=end, daemon=True).start()
-        return os.getpid()
-
-    for how in (signal.SIGKILL, signal.SIGTERM):
-        go = spot / how.name
-        assert process() >> one == process() >> one
-        pid = end_later(how) >> one
-        spot.leave(how.name)
-        node = one.hosts[0]
-        until(lambda: "solo.0" not in node._workers, "the news of its end")  # noqa: B023
-        assert not runs_on(node.name, pid)
-        found = [process() >> one for _ in range(3)]
-        assert pid not in found
-        assert len(set(found)) == 1
 
 
 # ---- what comes back

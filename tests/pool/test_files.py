@@ -231,23 +231,6 @@ def test_a_download_is_repeated_without_another_result(files: Files, here: Path,
     assert tree(here) == {"out": newer, f"{older}/out": older}
 
 
-def test_hosts_send_and_receive_at_the_same_time(files: Files, here: Path, nodes: list[Any]) -> None:
-    """Each request waits for that to the other host."""
-    fill(here, d__a="a")
-    for node in nodes:
-        fill(node.folder, ckpt__only="x" * 2_000_000, ckpt__small=node.name)
-    for request, action in (
-        ("store", lambda: files.upload("d", None, nodes)),
-        ("pack", lambda: files.download(["ckpt"], "back", nodes, apart=True)),
-        ("digest", lambda: files.download(["ckpt"], "again", nodes, apart=True)),
-    ):
-        meeting = threading.Barrier(2, timeout=60)
-        for node in nodes:
-            node.says = {request: meeting.wait}
-        action()
-    assert len(tree(here / "back")) == 4
-
-
 def test_a_folder_that_is_named_as_a_host_is_not_mixed_with_that_of_the_host(
     files: Files, here: Path, nodes: list[Any]
 ) -> None:

@@ -27,7 +27,6 @@ from skyfab.inventory.ssh_config import CONFIG
 from skyfab.lab import Lab
 from skyfab.pool import forward as module
 from skyfab.pool.forward import Forward, Forwards
-from skyfab.ssh.tunnel import ThreadTunnel
 from skyfab.ui.events import Event, Events, Notice
 
 MB = 1_000_000
@@ -282,24 +281,3 @@ def test_a_forward_ends_with_a_program_that_is_killed(lab: Lab, tmp_path: Path) 
         return True
 
     until(is_free)
-
-
-def test_a_tunnel_that_ends_does_not_wait_for_connections_that_are_being_made() -> None:
-    asked, reached, (channel, there) = threading.Event(), threading.Event(), socket.socketpair()
-
-    def connect() -> socket.socket:
-        asked.set()
-        reached.wait(60)
-        return channel
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    tunnel = ThreadTunnel(port, connect)
-    ended = begin(lambda: tunnel.wait(lambda reason: None))
-    with there, socket.create_connection(("127.0.0.1", port)) as here:
-        assert asked.wait(30)
-        tunnel.end()
-        assert str(ended.result(30)) == "the connection ended"
-        reached.set()
-        assert there.recv(1) == b""
-        assert is_ended(here)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
 from types import SimpleNamespace
 from typing import Any
@@ -45,18 +44,10 @@ def test_a_callback_runs_on_a_thread_of_its_own(future: CallFuture) -> None:
     assert threads != [threading.get_ident()]
 
 
-@pytest.mark.parametrize(
-    ("raised", "seen"),
-    [
-        (StopIteration(3), RuntimeError),
-        (StopAsyncIteration(), StopAsyncIteration),
-        (concurrent.futures.CancelledError(), concurrent.futures.CancelledError),
-    ],
-)
 @pytest.mark.parametrize("is_done", [True, False])
-def test_what_ends_loops_and_tasks_is_raised_by_await(
-    future: CallFuture, raised: BaseException, seen: type[BaseException], is_done: bool
-) -> None:
+def test_what_would_end_a_loop_is_raised_by_await(future: CallFuture, is_done: bool) -> None:
+    raised = StopIteration(3)
+
     async def main() -> None:
         if is_done:
             future.settle(None, raised)
@@ -64,9 +55,9 @@ def test_what_ends_loops_and_tasks_is_raised_by_await(
             asyncio.get_running_loop().call_later(0.01, future.settle, None, raised)
         await asyncio.wait_for(future, 30)
 
-    with pytest.raises(seen) as found:
+    with pytest.raises(RuntimeError) as found:
         asyncio.run(main())
-    assert raised in (found.value, found.value.__cause__)
+    assert found.value.__cause__ is raised
 
 
 def test_a_call_that_was_cancelled_cancels_who_awaits_it(future: CallFuture) -> None:

@@ -70,18 +70,6 @@ def test_each_rank_has_a_worker_and_knows_its_place() -> None:
     assert [(one.rank, one.shown_rank) for one in gang(elastic=True).members] == [(0, None), (1, None)]
 
 
-def test_releasing_a_gang_ends_its_processes_and_ignores_lost_hosts() -> None:
-    made, other = gang(), gang()
-    assert not made.broken
-    nodes: Any = made.nodes
-    nodes[0].is_gone = True
-    made.release()
-    assert made.broken
-    assert nodes[1].released == ["gang1.0", "gang1.1"]
-    other.members[1].exited()
-    assert other.broken
-
-
 # ---- meeting
 
 

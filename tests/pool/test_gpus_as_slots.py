@@ -172,34 +172,6 @@ def test_numbers_of_gpus_that_no_host_can_give(gpu_pool: sky.Compute) -> None:
         gpu_pool.submit(call, gpus=1, on="all")
 
 
-def test_the_memory_cap_is_set_when_torch_loads_cuda(open_pool: Callable[..., sky.Compute]) -> None:
-    """With a stand-in for torch, which says what it was asked for; tests/gpu has the real one."""
-
-    def cap() -> list[Any]:
-        import sys
-        import tempfile
-        from pathlib import Path
-
-        folder = Path(tempfile.mkdtemp())
-        (folder / "torch").mkdir()
-        (folder / "torch/__init__.py").write_text("import torch.cuda\n")
-        lines = ["asked, queued = [], []", "_lazy_call = queued.append"]
-        lines += ["def set_per_process_memory_fraction(*about): asked.append(about)"]
-        (folder / "torch/cuda.py").write_text("\n".join(lines))
-        sys.path.insert(0, str(folder))
-        import torch
-
-        found: Any = torch.cuda
-        before = list(found.asked)
-        for call in found.queued:
-            call()
-        return [before, found.asked]
-
-    pool = open_pool("local", host={"gpus": (0,)})
-    assert pool.submit(sky.function(cap)(), gpus=0.25).result() == [[], [(0.25, 0)]]
-    assert pool.submit(sky.function(cap)(), gpus=1).result() == [[], []]
-
-
 # ---- order, with hosts that only note what they are asked for
 
 

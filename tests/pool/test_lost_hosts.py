@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -168,35 +167,6 @@ def test_the_gpus_of_a_lost_host_are_free_when_it_is_back(
     name = sky.function(lambda: sky.instance_info().hostname)
     assert compute.submit(name(), gpus=2, on="node2").result(60) == "node2"
     assert compute.submit(name(), gpus=2, on="node1").result(60) == "node1"
-
-
-def test_a_study_continues_without_a_lost_host(pair: Lab, pool: Callable[..., sky.Compute]) -> None:
-    optuna = pytest.importorskip("optuna")
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    compute = pool()
-
-    def objective(trial: Any) -> float:
-        trial.set_user_attr("host", sky.instance_info().hostname)
-        if trial.number == 1 and trial.user_attrs.get("attempts", 0) == 0:
-            trial.set_user_attr("attempts", 1)
-            time.sleep(1000)
-        return float(trial.suggest_float("x", 0, 1))
-
-    def kill() -> None:
-        until(lambda: len(study.trials) > 1 and "attempts" in study.trials[1].user_attrs)
-        pair[study.trials[1].user_attrs["host"]].kill()
-
-    study = optuna.create_study()
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        compute.study(study, sky.function(retries=1)(objective), n_trials=6)
-    finally:
-        thread.join()
-        for host in pair.hosts:
-            if not host.up:
-                host.reboot()
-    assert [trial.state.name for trial in study.trials] == ["COMPLETE"] * 6
 
 
 class Total:

@@ -188,19 +188,6 @@ def test_an_item_that_cannot_be_pickled_ends_the_map() -> None:
     assert isinstance(stage.future.exception(0), sky.NotPicklable)
 
 
-def test_an_item_that_is_being_packed_when_another_one_fails_does_not_run() -> None:
-    scheduler = FakeScheduler(slots=2)
-
-    class Item:
-        def __reduce__(self) -> Any:
-            scheduler.tasks[0].future.settle(None, ValueError("first"))
-            return str, ()
-
-    stage = Stage([1, Item()], scheduler=scheduler)
-    assert str(stage.future.exception(0)) == "first"
-    assert len(scheduler.tasks) == 1
-
-
 # ---- which item failed
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,9 +12,7 @@ from stage.fakes import FakeNode, FakeSession
 
 import skyfab as sky
 from skyfab.pool.node import Node
-from skyfab.pool.nodes import Nodes, make_room, named, open_all, tell_files
-from skyfab.pool.workdir import Workdir
-from skyfab.protocol import messages
+from skyfab.pool.nodes import Nodes, make_room, named, open_all
 from skyfab.session.timing import Timing
 from skyfab.ui.events import Event, Events, HostState
 
@@ -118,28 +115,6 @@ def test_each_host_gets_a_node_with_a_session_and_a_working_folder(stage: Stage)
     assert nodes.nodes is made
 
 
-@pytest.mark.parametrize(("gpus", "visible"), [("auto", None), ((1, 3), "1,3")])
-def test_a_solo_call_sees_a_world_of_its_own(stage: Stage, gpus: Any, visible: str | None) -> None:
-    agent = SimpleNamespace(hostname="box", address="192.0.2.1")
-    host = sky.Host(name="node1", gpus=gpus)
-    node: Any = SimpleNamespace(index=2, agent=agent, host=host, gpus=(1, 3))
-    stage.owner.nodes = [node] * 3
-    spec = stage.owner.solo_spec(node, "tree")
-    assert spec.tree == "tree"
-    assert spec.env.get("CUDA_VISIBLE_DEVICES") == visible
-    assert spec.env["A"] == "b"
-    assert spec.info == {
-        "node": 2,
-        "total_nodes": 3,
-        "hostname": "box",
-        "head_addr": "192.0.2.1",
-        "accelerators": 2,
-        "total_accelerators": 2,
-        "peers": ["192.0.2.1"],
-        "job_id": stage.owner.job,
-    }
-
-
 # ---- opening
 
 
@@ -209,34 +184,3 @@ def test_a_host_is_chosen_by_its_name_or_as_the_first() -> None:
         with pytest.raises(sky.UsageError, match=message) as raised:
             named(nodes, name)
         assert "node0, node1" in str(raised.value.hint)
-
-
-@pytest.mark.parametrize(
-    ("how", "asked", "told"),
-    [
-        *(("kept", True, True), ("late", True, False), ("rubbish", True, False), ("failed", True, False)),
-        *(("temp", False, False), ("lost", False, False), ("silent", False, False), ("local", False, False)),
-    ],
-)
-def test_files_that_were_written_on_other_machines_are_told(stage: Stage, how: str, asked: bool, told: bool) -> None:
-    node: Any = stage.node()
-    node.workdir = Workdir("" if how == "temp" else "data")
-    node.host = sky.Host(name="node0", transport="local" if how == "local" else "openssh")
-    node.lost = sky.HostLost("gone") if how == "lost" else None
-    node.session.responds = how != "silent"
-    about = {"count": 1, "size": 5, "names": ["a"], "complete": True, "common": "a"}
-    text = "x" if how == "rubbish" else json.dumps([{"workdir": "data", **about}, {"workdir": "other", **about}])
-    answer = messages.Failed(text=text) if how == "failed" else messages.Done(text=text)
-
-    def wait(done: Any, seconds: float) -> bool:
-        assert not done()
-        if how != "late":
-            node.session.answers[0](answer, [])
-        return bool(done())
-
-    node.session.wait = wait
-    tell_files([node], sky.Inventory(hosts={}), Events())
-    assert node.session.sent == [], "nobody wants to know"
-    tell_files([node], sky.Inventory(hosts={}), stage.events)
-    assert bool(node.session.sent) is asked
-    assert [str(event.path) for event in stage.found] == ["~/.cache/skyfab/files/data"] * told  # type: ignore[attr-defined]

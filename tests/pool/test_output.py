@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -52,24 +51,6 @@ def test_what_bypasses_python_arrives_too(pool: sky.Compute, events: list[Event]
     speak() >> pool
     assert lines(events) == ["by descriptor", "by C code", "by a child", "by the shell"]
     assert lines(events, "stderr") == ["its error"]
-
-
-def test_what_a_thread_writes_after_the_call_arrives_as_well(
-    pool: sky.Compute, events: list[Event], spot: Spot
-) -> None:
-    @sky.function
-    def speak() -> None:
-        def later() -> None:
-            wait_for(go)
-            print("an afterthought")
-
-        threading.Thread(target=later, daemon=True).start()
-
-    go = spot / "go"
-    speak() >> pool
-    assert lines(events) == []
-    spot.leave("go")
-    until(lambda: lines(events) == ["an afterthought"], "what was written after the call")
 
 
 # ---- what a line is

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
 from typing import Any
 
@@ -12,7 +11,6 @@ from stage.fakes import FakeNode
 from stage.spot import until
 
 import skyfab as sky
-from skyfab._util.signals import SIGNAL_GUARD
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.session.reader import SharedReader
 
@@ -86,28 +84,6 @@ def test_an_edit_counts_though_a_signal_has_interrupted_the_call_that_has_sent_i
         sync.digest(interrupt)
     assert sync.digest(plans.append) == "new"
     assert plans == ["old", "new"]
-
-
-def test_a_thread_that_waits_while_the_pool_is_closed_and_opened_again_syncs_the_new_nodes(
-    sync: ProjectSync, project: FakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It noted that the old nodes had everything, and the new ones were called without the project's files."""
-    before, after, plans = FakeNode(), FakeNode(), list[str]()
-    before.lost = sky.HostLost("closed", host="node1")
-    sync.open([before])  # type: ignore[list-item]
-    read = project.tree
-
-    def reopen() -> FakeTree:
-        monkeypatch.undo()
-        sync.begin()
-        sync.open([after])  # type: ignore[list-item]
-        return read()
-
-    monkeypatch.setattr(project, "tree", reopen)
-    sync.digest(plans.append)
-    sync.digest(plans.append)
-    assert after.store.trees == {"old"}
-    assert plans == ["old"]
 
 
 def test_a_host_that_is_lost_while_it_is_sent_files_is_nothing_to_the_others(sync: ProjectSync) -> None:
@@ -222,30 +198,3 @@ def test_a_file_that_changes_while_one_node_is_sent_it_is_sent_to_all(sync: Proj
     sync.open([fast, slow])  # type: ignore[list-item]
     assert sync.digest(lambda digest: None) == "newer"
     assert "newer" in fast.store.trees & slow.store.trees
-
-
-def test_a_handler_that_raises_leaves_slots_with_the_version_that_is_noted(
-    sync: ProjectSync, project: FakeProject
-) -> None:
-    """Or else a call that the handler makes notes a newer one, and slots are left with the older one until an edit."""
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    used: list[str] = []
-
-    def use_tree(digest: str) -> None:
-        used.append(digest)
-        signal.raise_signal(signal.SIGUSR1)
-
-    sync.open([FakeNode()])  # type: ignore[list-item]
-    before = signal.signal(signal.SIGUSR1, stop)
-    SIGNAL_GUARD.watch()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            sync.digest(use_tree)
-    finally:
-        SIGNAL_GUARD.leave()
-        signal.signal(signal.SIGUSR1, before)
-    assert used == ["old"]
-    assert sync.tree is project.now  # type: ignore[comparison-overlap]

@@ -15,7 +15,6 @@ import pytest
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.host.relay import hash_of
 from skyfab.lab import Lab
 from skyfab.pool import relay
 from skyfab.pool.chain import CHAIN, plan
@@ -109,26 +108,6 @@ def test_a_file(pool: sky.Compute, tmp_path: Path) -> None:
         pool.relay.send({other: path}, pool.hosts)
 
 
-def test_content_is_sent_while_the_rest_is_hashed(
-    pool: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    name, data = item(140 * MIB)
-    path = tmp_path / "file"
-    path.write_bytes(data)
-    hashed: list[int] = []
-    monkeypatch.setattr(relay, "hash_of", lambda chunk: hashed.append(len(chunk)) or hash_of(chunk))
-    first: list[int] = []
-
-    def progress(node: object, done: int, total: int) -> None:
-        if done and not first:
-            first.append(sum(hashed))
-
-    assert pool.relay.send({name: path}, pool.hosts, progress=progress) == {}
-    assert first[0] < 0.75 * len(data)
-    assert sum(hashed) == len(data), "once, for all hosts"
-    assert stored(name) @ pool == [name] * 4
-
-
 def test_arguments_of_a_broadcast(lab: Lab, pool: sky.Compute) -> None:
     data = os.urandom(16 * MIB)
     ref = pool.put(data)
@@ -161,9 +140,8 @@ def test_arguments_are_freed_when_their_call_has_ended(pool: sky.Compute) -> Non
         gc.enable()
 
 
-@pytest.mark.parametrize("moment", ["named", "hashed"])
 def test_an_argument_that_is_modified_meanwhile_is_an_error(
-    lab: Lab, pool: sky.Compute, monkeypatch: pytest.MonkeyPatch, moment: str
+    lab: Lab, pool: sky.Compute, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing is stored under the name of other content: a later call with that content gets it."""
     array = Array(os.urandom(16 * MIB))
@@ -171,11 +149,8 @@ def test_an_argument_that_is_modified_meanwhile_is_an_error(
     original = relay._Items.__init__
 
     def modified(self: Any, *args: Any) -> None:
-        if moment == "named":
-            array[-1] ^= 1
+        array[-1] ^= 1
         original(self, *args)
-        if moment == "hashed":
-            array[-1] ^= 1
 
     monkeypatch.setattr(relay._Items, "__init__", modified)
     with pytest.raises(sky.BroadcastError) as caught:

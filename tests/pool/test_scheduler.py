@@ -179,28 +179,15 @@ def test_calls_spread_over_the_hosts_and_the_next_one_waits() -> None:
     assert third.future.node is nodes[1]  # type: ignore[comparison-overlap]
 
 
-def test_short_calls_are_given_ahead_up_to_a_number(clock: Clock) -> None:
+@pytest.mark.parametrize(("seconds", "size", "ahead"), [(0.0001, 10, 32), (0.0021, 10, 4), (0.0001, 64 * 1024, 1)])
+def test_small_calls_are_given_ahead_as_many_as_last_a_hundredth_of_a_second(
+    clock: Clock, seconds: float, size: int, ahead: int
+) -> None:
     node = FakeNode(1)
     queue = queue_over(node)
-    answer_quickly(queue, node, clock)
-    add(queue, 40)
-    assert len(node.callers) == 32
-
-
-def test_as_many_are_given_ahead_as_last_a_hundredth_of_a_second(clock: Clock) -> None:
-    node = FakeNode(1)
-    queue = queue_over(node)
-    answer_quickly(queue, node, clock, 0.0021)
-    add(queue, 40)
-    assert len(node.callers) == 4
-
-
-def test_nothing_large_is_given_ahead(clock: Clock) -> None:
-    node = FakeNode(1)
-    queue = queue_over(node)
-    answer_quickly(queue, node, clock)
-    add(queue, 2, size=64 * 1024)
-    assert len(node.callers) == 1
+    answer_quickly(queue, node, clock, seconds)
+    add(queue, 40, size=size)
+    assert len(node.callers) == ahead
 
 
 def test_nothing_is_given_ahead_of_a_call_that_takes_long(clock: Clock) -> None:
@@ -382,37 +369,11 @@ def test_what_was_given_ahead_behind_a_long_call_is_taken_back_for_an_idle_worke
     assert clock.timers == [], "nobody is idle any more"
 
 
-def test_calls_that_are_taken_back_keep_their_order_and_those_of_a_busy_host_stay(clock: Clock) -> None:
-    nodes = [FakeNode(1), FakeNode(2)]
-    queue = queue_over(*nodes)
-    answer_quickly(queue, nodes[0], clock)
-    nodes[1].lost = sky.HostLost("for a moment", host="node2")
-    tasks = add(queue, 3) + add(queue, 1, on=nodes[0]) + add(queue, 1)
-    nodes[1].lost = None
-    (busy,) = add(queue, 1, on=nodes[1])
-    for stream, each in enumerate(tasks):
-        each.sent(stream)
-    assert nodes[0].callers == tasks
-    clock.now += 1
-    queue._take_back()
-    assert nodes[0].unassigned == [], "no worker is idle"
-    busy.answered(*result(None))
-    queue._take_back()
-    assert nodes[0].unassigned == [4, 2, 1]
-    for stream in nodes[0].unassigned:
-        tasks[stream].answered(ended("unassigned"), [])
-    assert nodes[1].callers == [busy, tasks[4]]
-    tasks[4].answered(*result(None))
-    assert nodes[1].callers[2:] == [tasks[1]]
-    tasks[1].answered(*result(None))
-    assert nodes[1].callers[3:] == [tasks[2]]
-
-
 # ---- failures
 
 
-@pytest.mark.parametrize("retries", [1, 2])
-def test_a_call_with_retries_moves_to_another_host_so_often(retries: int) -> None:
+def test_a_call_with_retries_moves_to_another_host_so_often() -> None:
+    retries = 2
     nodes = [FakeNode(number) for number in range(4)]
     told: list[tuple[str, type]] = []
     queue = Scheduler(lambda label, host: lambda error: told.append((host, type(error))))

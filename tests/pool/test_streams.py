@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import AsyncIterator, Callable, Generator, Iterable, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -88,18 +88,6 @@ def test_an_exception_is_raised_where_the_value_would_have_come(pool: sky.Comput
     with pytest.raises(LookupError, match="30 is bad") as raised:
         next(values)
     assert isinstance(raised.value.__cause__, sky.RemoteTraceback)
-
-
-def test_large_values_and_arrays_that_are_used_again(pool: sky.Compute) -> None:
-    @sky.function
-    def reused() -> Iterator[bytearray]:
-        content = bytearray(3_000_000)
-        for number in range(8):
-            content[0] = content[-1] = number
-            yield content
-
-    found = [(len(content), content[0], content[-1]) for content in reused() >> pool]
-    assert found == [(3_000_000, number, number) for number in range(8)]
 
 
 @pytest.mark.parametrize("small", [0, 1, 21, 63])
@@ -209,20 +197,6 @@ def test_ending_an_iterator_ends_the_generator(compute: sky.Compute, tmp_path: P
     assert total([1]) >> compute == 1
 
 
-def test_ctrl_c_in_a_coroutine_ends_the_generator(compute: sky.Compute, tmp_path: Path) -> None:
-    path = tmp_path / "ended"
-    timer = threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT))
-
-    async def read() -> None:
-        values: Any = guarded(str(path)) >> compute
-        async for _ in sky.merge(values):
-            timer.start()
-
-    with pytest.raises(KeyboardInterrupt):
-        asyncio.run(read())
-    until(path.exists)
-
-
 def test_ctrl_c_while_several_are_read_ends_all(compute: sky.Compute, tmp_path: Path) -> None:
     paths = [tmp_path / "first", tmp_path / "second"]
     values = [guarded(str(path)) >> compute for path in paths]
@@ -253,16 +227,6 @@ def test_closing_what_is_merged_ends_all(compute: sky.Compute, tmp_path: Path, h
     if reader.ident is not None:
         reader.join(10)
         assert not reader.is_alive()
-
-
-def test_generators_end_with_their_pool(tmp_path: Path) -> None:
-    path = tmp_path / "ended"
-    with sky.Compute("local", ui="none") as pool:
-        values = guarded(str(path)) >> pool
-        assert next(values) == 1
-    assert path.exists()
-    with pytest.raises(sky.CallCancelled, match="the pool was closed"):
-        next(values)
 
 
 def test_a_generator_that_ignores_its_end_is_killed(
@@ -353,19 +317,6 @@ def test_an_iterator_is_freed_without_the_garbage_collector(compute: sky.Compute
         gc.enable()
 
 
-def test_the_producers_traceback_is_shown(compute: sky.Compute) -> None:
-    def produced() -> Iterator[int]:
-        yield 1
-        raise LookupError("no more")
-
-    with pytest.raises(LookupError, match="no more") as raised:
-        total(produced()) >> compute
-    assert isinstance(raised.value.__cause__, sky.RemoteTraceback)
-    text = raised.value.__cause__.text
-    assert text.index("on the client") < text.index("in produced") < text.index("in total")
-    assert "feeds.py" not in text
-
-
 def test_a_stream_is_for_one_call(compute: sky.Compute) -> None:
     numbers = sky.stream(range(4))
     assert total(numbers) >> compute == 6
@@ -386,22 +337,6 @@ def test_a_worker_that_dies_ends_the_iterator(compute: sky.Compute) -> None:
         next(values)
     with pytest.raises((StopIteration, sky.WorkerDied)):
         next(values)
-
-
-@pytest.mark.parametrize(
-    ("act", "message"),
-    [
-        (lambda pool: pool.map(count, [1, 2]), "generator function"),
-        (lambda pool: pool.launch(count(3)), "cannot be a detached run"),
-        (lambda pool: sky.function(retries=1)(count.fn)(3) >> pool, "retries="),
-        (lambda pool: sky.function(ahead=-1)(count.fn), "invalid ahead"),
-        (lambda pool: list(sky.merge([1, 2])), r"merge\(\) .*; put \* before a list"),  # type: ignore[arg-type]
-        (lambda pool: total([count(1) >> pool]) >> pool, r"belongs to this program; sky.stream\(…\) passes its values"),
-    ],
-)
-def test_what_cannot_be_done_is_said(compute: sky.Compute, act: Callable[[sky.Compute], Any], message: str) -> None:
-    with pytest.raises((sky.UsageError, TypeError), match=message):
-        act(compute)
 
 
 def test_a_forked_child_leaves_iterators_and_actors_to_its_parent(compute: sky.Compute) -> None:

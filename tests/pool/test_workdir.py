@@ -355,23 +355,6 @@ def test_a_pool_that_wrote_nothing_says_nothing(folder: Path, remote: list[sky.H
     assert told(found) == []
 
 
-def test_what_is_uploaded_while_a_pool_is_open_is_not_told(folder: Path, remote: list[sky.Host]) -> None:
-    """Until a function writes it."""
-    events: list[Event] = []
-    for name in ("sent/a.csv", "sent/b.csv", "other.csv"):
-        write(name, "sent")
-    with sky.Compute(remote[:1], ui="none") as pool:
-        pool.events.subscribe(events.append)
-        sky.function(write)("own.txt", "1") >> pool
-        pool.upload("sent")
-        pool.upload("other.csv", to="sent/")
-        time.sleep(0.02)  # the clock of files is coarse
-        sky.function(write)("sent/b.csv", "changed") >> pool
-        pool.upload("sent/a.csv", to="sent/")
-    (files,) = told(events)
-    assert files.what == "2 files (8 bytes): sent/b.csv, own.txt"
-
-
 # ---- skyfab run
 
 

@@ -53,26 +53,6 @@ def test_a_full_disk_leaves_no_draft(tmp_path: Path, folder: int, monkeypatch: p
     made.close()  # once more, as its target does at its end
 
 
-def test_one_that_makes_progress_is_not_waited_for(
-    tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other transfer writes; this one has a draft of its own as soon as it knows that."""
-    one = Draft(folder, b"name", 0o600)
-    sleeps: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        sleeps.append(seconds)
-        if len(sleeps) == 3:
-            one.write(memoryview(b"more"))
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    other = Draft(folder, b"name", 0o600)
-    assert (len(sleeps), other.size) == (3, 0)
-    other.discard()
-    assert parts(tmp_path) == [part_of(b"name")]
-    one.discard()
-
-
 def test_one_that_makes_no_progress_is_waited_for_until_the_deadline(
     tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

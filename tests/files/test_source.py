@@ -33,18 +33,6 @@ def sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
 
 
-def test_entries_are_listed_in_replies_of_limited_length(top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyfab.files.source.ROWS", 2)
-    left_out = [(b"\xff", "why")]
-    source = Source(walk(os.fsencode(top), b"", []), left_out)
-    assert [len(source.rows()[0]) for _ in range(2)] == [2, 2]
-    left_out.append((b"late", "why"))
-    assert [(len(rows), skipped) for rows, skipped in (source.rows(), source.rows())] == [
-        (1, [("late", "why")]),
-        (0, []),
-    ]
-
-
 def test_more_entries_than_a_transfer_may_have(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyfab.files.source.MOST_ENTRIES", 4)
     with pytest.raises(OSError, match="more than 4 files and folders") as raised:
@@ -135,14 +123,6 @@ def test_a_large_file_whose_place_something_else_has_taken(
     make(top / "a")
     assert source.piece(0, 0, 5) == (True, b"")
     assert source.reopen(0) == (GONE, 0)
-
-
-def test_a_piece_that_is_read_in_parts(source: Source, monkeypatch: pytest.MonkeyPatch) -> None:
-    source.rows()
-    pread = os.pread
-    monkeypatch.setattr(os, "pread", lambda fd, size, at: pread(fd, min(size, 3), at))
-    assert source.piece(0, 0, 10) == (False, b"a" * 10)
-    assert source.piece(0, 4, 10) == (True, b"a" * 6)
 
 
 @pytest.fixture

@@ -219,16 +219,6 @@ def test_a_piece_that_is_not_the_next_one_is_refused(target: Target, to: Path, a
     assert target.drafted(0) == hashlib.sha256(b"abc").hexdigest()
 
 
-def test_an_earlier_piece_may_be_written_again(target: Target, to: Path) -> None:
-    target.compare([file("large", LARGE)])
-    target.begin(0)
-    target.piece(0, 0, b"abcdef")
-    target.piece(0, 2, b"C")
-    assert target.drafted(0) == hashlib.sha256(b"abC").hexdigest()
-    target.piece(0, 3, bytes(LARGE - 3))
-    assert (to / "large").read_bytes() == b"abC" + bytes(LARGE - 3)
-
-
 @pytest.mark.parametrize(("left", "resumed"), [(LARGE, LARGE), (LARGE + 1, 0)])
 def test_what_an_earlier_transfer_has_left_is_resumed_unless_it_is_longer(
     target: Target, to: Path, left: int, resumed: int

@@ -280,15 +280,6 @@ def test_what_has_a_name_that_is_not_ours_stays(cache: Cache) -> None:
     )
 
 
-@pytest.mark.lab
-def test_folders_that_cannot_be_written_to_go_too(cache_on: Callable[..., Cache]) -> None:
-    cache = cache_on("fabric")
-    cache(FILL + f"mkdir trees/{OLD}/inner; : >trees/{OLD}/inner/file; chmod 500 trees/{OLD}/inner trees/{OLD}")
-    cache('touch -d "40 days ago" "$c"/trees/a*')
-    cache.gc()
-    assert cache('ls "$c/trees"') == [YOUNG, NEW]
-
-
 # ---- what is in use
 
 

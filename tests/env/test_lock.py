@@ -299,17 +299,6 @@ def older(lock: Lock) -> str:
     return last.removeprefix("# older than the newest version: ") if last.startswith("#") else ""
 
 
-def test_a_package_without_a_wheel_of_its_newest_version_is_named(native: Index) -> None:
-    native.add("native", "3.0", tag="cp312-cp312-manylinux_2_17_x86_64")
-    why = "native==3.0 has no wheels with a matching Python implementation tag"
-    assert older(lock_of("native", target=replace(HOST, libc="glibc 2.28"))) == f"native 1.0 ({why})"
-    assert older(lock_of("native")) == f"native 2.0 ({why})"
-    native.add("native", "3.0", tag="cp311-cp311-manylinux_2_35_x86_64")
-    why = "native>=2.0 has no wheels with a matching platform tag"
-    assert older(lock_of("native", target=replace(HOST, libc="glibc 2.28"), upgrade=True)) == f"native 1.0 ({why})"
-    assert older(lock_of("native", upgrade=True)) == ""
-
-
 def test_a_package_that_another_one_holds_back_is_named(index: Index, private: Index) -> None:
     """Also if an older version of the other one would not, and if only another package requires that one."""
     for version in ("1.0", "2.0"):

@@ -105,18 +105,6 @@ def test_a_git_address_is_built(index: Index, tmp_path: Path) -> None:
     assert said == {"version = '1.0'\n", "version = 'later'\n"}
 
 
-def test_a_git_address_over_ssh_is_asked_for_as_its_user(
-    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = make_source(tmp_path / "stone", "stone", "1.0")
-    committed(source)
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\ncase "$*" in *git@git.example*) ;; *) exit 255;; esac\nfor c; do :; done\neval "$c"\n')
-    ssh.chmod(0o755)
-    monkeypatch.setenv("GIT_SSH_COMMAND", str(ssh))
-    assert names(Image(pip=[f"stone @ git+ssh://git@git.example{source}"])) == ["stone 1.0"]
-
-
 def code(wheel: Path) -> str:
     import zipfile
 

@@ -298,12 +298,6 @@ def test_open_stays_open_while_heartbeats_are_answered(bench: Bench) -> None:
     assert bench.listener.told == []
 
 
-def test_a_heartbeat_is_sent_each_second(bench: Bench) -> None:
-    bench.open()
-    bench.pass_time(2)
-    assert [kind for kind, _ in bench.stream.heard()].count(PING) == 2
-
-
 def test_open_suspect_when_heartbeats_are_missed(bench: Bench) -> None:
     bench.open()
     bench.pass_time(3)
@@ -394,25 +388,6 @@ def test_a_stream_that_brings_no_hello_is_followed_by_another(bench: Bench) -> N
     bench.step()
     assert bench.state is State.OPEN
     assert first.closed
-
-
-def test_a_new_stream_that_breaks_too_is_replaced(bench: Bench) -> None:
-    bench.open()
-    bench.break_stream()
-    first, second = Stream(), Stream()
-    bench.agent.outcomes = [first]
-    bench.step()
-    bench.step()
-    first.agent.close()
-    bench.reader.turn()
-    bench.agent.outcomes = [second]
-    bench.clock.now += 1
-    bench.step()
-    bench.step()
-    second.hello()
-    bench.reader.turn()
-    bench.step()
-    assert bench.state is State.OPEN
 
 
 def test_attempts_come_apart_and_further_apart(bench: Bench) -> None:
@@ -744,25 +719,6 @@ def test_suspect_detached_when_the_agent_has_received_everything(bench: Bench) -
     assert bench.state is State.DETACHED
 
 
-def test_what_is_lost_cannot_be_detached(bench: Bench) -> None:
-    bench.open()
-    bench.request()
-    bench.stream.hello()
-    bench.reader.turn()
-    with pytest.raises(sky.HostLost):
-        bench.connection.settle()
-    bench.connection.detach()
-    assert bench.state is State.LOST
-
-
-# ---- and no other arrow
-
-
-def test_a_state_that_does_not_follow_is_refused(bench: Bench) -> None:
-    with pytest.raises(AssertionError, match="new → open"):
-        bench.connection._enter(State.OPEN)
-
-
 # ---- sending and receiving
 
 
@@ -901,36 +857,6 @@ def test_since_when_a_host_is_suspect_stays(bench: Bench) -> None:
     bench.stream.say(frame(PING))  # not an answer to what was asked
     bench.reader.turn()
     assert bench.connection.last_received == heard
-
-
-def test_bytes_are_counted(bench: Bench) -> None:
-    bench.open()
-    out, into = bench.connection.moved
-    bench.request()
-    bench.stream.say(frame(PONG))
-    bench.reader.turn()
-    sent = messages.Has(names=[]).encode()
-    assert bench.connection.moved == (out + HEADER.size + len(sent), into + HEADER.size)
-
-
-def test_who_this_is_and_what_it_has_received_is_said_first(bench: Bench) -> None:
-    bench.begin()
-    ((kind, payload),) = bench.stream.heard()
-    assert kind == HELLO
-    hello = messages.expect(messages.ClientHello, payload)
-    assert (hello.protocol, hello.received, hello.lease, hello.local) == (VERSION, 0, 60, False)
-
-
-def test_waiting_ends_with_the_connection(bench: Bench) -> None:
-    bench.open()
-    assert not bench.connection.wait(lambda: False, 0.01)
-    assert bench.connection.wait(lambda: True, 0.01)
-    bench.stream.hello()
-    bench.reader.turn()
-    ends: list[bool] = []
-    bench.reader.wait = lambda done, timeout, of: ends.append(done())  # type: ignore[assignment]
-    assert not bench.connection.wait(lambda: False)
-    assert ends == [True]
 
 
 def test_detaching_asks_until_everything_is_received(bench: Bench) -> None:

@@ -106,19 +106,6 @@ with sky.Compute(sys.argv[1]) as compute:
 
 
 @both
-def test_a_password_is_asked_for_once_whatever_connects(hosts: Lab, inventory: Path) -> None:
-    """The pool, its Fabric connection, a reconnect, and the next pool of the program."""
-    (inventory.parent / "program.py").write_text(PROGRAM)
-    with Typist([sys.executable, "program.py", "node1"], inventory.parent) as person:
-        person.sees(PASSWORD)
-        person.types(hosts.password)
-        for number in ("first", "second", "third", "fourth"):
-            person.sees(f"{number} pat")
-        assert person.ends() == 0
-        assert person.said.count("Password:") == 1
-
-
-@both
 def test_a_jump_host_may_ask_for_a_password(hosts: Lab, inventory: Path) -> None:
     with at_terminal(inventory, "exec", "behind", "--", "hostname") as person:
         person.sees(rf"node1 \(pat@\S+\): {PASSWORD}")
@@ -135,19 +122,8 @@ def codes(hosts: Lab) -> Iterator[str]:
 
 
 @both
-def test_a_code_is_asked_for_after_the_password(hosts: Lab, inventory: Path, codes: Iterator[str]) -> None:
-    with at_terminal(inventory, "exec", "node3", "--", "hostname") as person:
-        person.sees(rf"node3 \(pat@\S+\): {PASSWORD}")
-        person.types(hosts.password)
-        person.sees(rf"node3 \(pat@\S+\): {CODE}")
-        assert not person.echoes()
-        person.types(next(codes))
-        assert person.ends() == 0, person.said
-        assert "node3" in person.said
-
-
-@both
 def test_a_new_connection_needs_a_new_code_and_no_password(hosts: Lab, inventory: Path, codes: Iterator[str]) -> None:
+    """The pool, its Fabric connection, a reconnect, and the next pool of the program. Input is not shown."""
     (inventory.parent / "program.py").write_text(PROGRAM)
     with Typist([sys.executable, "program.py", "node3"], inventory.parent) as person:
         person.sees(PASSWORD)

@@ -92,11 +92,6 @@ def test_a_reply_is_found_in_whatever_a_login_prints(wire: Wire, shell: Shell, d
     assert wire.here.recv(100) == b"for another reader"
 
 
-def test_a_reply_that_is_repeated_in_one_line(wire: Wire, shell: Shell) -> None:
-    wire.says("=mark=a =mark=b\n")
-    assert shell.answer() == "a =mark=b"
-
-
 def test_the_end_of_the_stream(wire: Wire, shell: Shell) -> None:
     wire.says("Connection closed")
     wire.there.close()
@@ -168,11 +163,6 @@ def test_more_than_the_wire_takes_at_a_time(wire: Wire, shell: Shell, deadline: 
     assert deadline.deadline > time.monotonic() + START - 5, "a host that takes more is alive"
 
 
-def test_a_host_that_no_longer_reads(wire: Wire, shell: Shell) -> None:
-    wire.there.close()
-    assert shell.send(b"x") is False
-
-
 # ---- scripts
 
 
@@ -216,17 +206,6 @@ def test_a_script_with_input(wire: Wire, shell: Shell) -> None:
     assert "test $s = 0 || exit" in script, "what follows would be read as a script"
     assert sent[1:] == ["second "], "nothing is sent to a script that has replied"
     assert wire.heard() == ""
-
-
-def test_a_script_that_ends_while_it_is_fed(wire: Wire, shell: Shell) -> None:
-    def pieces() -> Iterator[bytes]:
-        wire.heard()
-        wire.there.close()
-        yield b"a"
-        pytest.fail("nobody reads it")
-
-    with pytest.raises(HostLost, match="the stream ended"):
-        shell.run("cat", feed=pieces())
 
 
 def test_a_host_that_is_lost_during_a_script(wire: Wire, shell: Shell) -> None:

@@ -365,29 +365,6 @@ def test_a_silent_host_is_lost_after_a_minute(monkeypatch: pytest.MonkeyPatch, s
         assert frames.ask(Question("x", only_of)) == 2
 
 
-def test_only_a_host_that_is_reached_directly_has_less_time_to_accept_a_connection(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """At jump hosts a password may have to be typed meanwhile."""
-    (tmp_path / "config").write_text("Host behind\n  ProxyJump gate\n")
-    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))
-    found: dict[str, int] = {}
-
-    def note(host: sky.Host, inventory: sky.Inventory, *, connect_timeout: int) -> Any:
-        found[host.name] = connect_timeout
-        raise sky.Unreachable("not tried", host=host.name)
-
-    monkeypatch.setattr(ask, "transport_for", note)
-    hosts = [sky.Host(name="direct"), sky.Host(name="behind"), sky.Host(name="inner", jump="direct")]
-    inventory = sky.Inventory(hosts={host.name: host for host in hosts})
-    with Asker(hosts, inventory) as asker:
-        asker.ask(CLOCK)
-    assert found == {"direct": 2, "behind": 10, "inner": 10}
-    with Asker(hosts, inventory, prepare=lambda host, session: lambda shell: None) as asker:
-        asker.ask(CLOCK)
-    assert set(found.values()) == {10}
-
-
 @given(st.binary(max_size=200))
 def test_whatever_a_host_says_is_an_answer_or_an_error(content: bytes) -> None:
     with pytest.raises(sky.SkyfabError):

@@ -319,13 +319,6 @@ def test_a_cache_folder_that_cannot_be_written(namespaces: Lab, hosts_of: Hosts,
 
 
 @both
-def test_an_interpreter_that_is_not_there(lab: Lab, hosts_of: Hosts, transport: str) -> None:
-    error = failure(*hosts_of(transport, 1, python="/no/such/python3"))
-    is_clear(error, sky.HostUnfit, "no interpreter at /no/such/python3")
-    assert "python" in (error.hint or "")
-
-
-@both
 def test_a_path_without_any_python(new_user: Callable[..., sky.Host], transport: str) -> None:
     """One is found where interpreters are."""
     if not Path(f"/usr/bin/python{local_python()}").exists():

@@ -58,10 +58,7 @@ POSIX_SHELLS = {name: argv for name, argv in LOGIN_SHELLS.items() if name in ("s
 """What /bin/sh is on one system or another."""
 
 HOSTILE = [
-    "plain/path-1.2_x~",
     "",
-    " ",
-    "two words",
     "  spaces  ",
     "it's",
     'say "hi"',
@@ -72,37 +69,27 @@ HOSTILE = [
     "\\c",
     "%s%d%%",
     "$HOME",
-    "${HOME}",
     "$(touch pwned)",
     "`touch pwned`",
     "; touch pwned",
-    "&& touch pwned",
-    "| touch pwned",
     "> pwned",
     "a\nb",
-    "ends with a newline\n",
     "\n\n",
     "a\ttab",
     "a\rb",
-    "!history!",
     "!!",
     "*",
-    "?",
     "[a-z]*",
     "{a,b}",
     "~",
     "~root",
     "#comment",
     "-n",
-    "--help",
     "=ls",
     "^x^y",
-    "(list)",
     "<(x)",
-    "1 2;3",
     "7up after an escape: \x017",
     "ünïcödé",
-    "日本語",
     "\N{GRINNING FACE}",
     "\x7f\x1b[31m",
     "all'of\"it\n$(x)`y`\\!; *",
@@ -455,21 +442,6 @@ def test_an_interpreter_that_ends_says_why(why: str, text: str, hint: str) -> No
     with pytest.raises(sky.HostUnfit, match=text) as caught:
         join(MARK + b"bundle\n", why=why)
     assert str(caught.value.hint).startswith(hint)
-
-
-@pytest.mark.parametrize(
-    ("reply", "shown"),
-    [
-        (f"3 {b'module load x'.hex()} {b'not found'.hex()}", "'module load x' exited with 3\nnot found"),
-        (f"1 {b'a'.hex()} {bytes([27]).hex()}", "'a' exited with 1"),
-        ("1 zz not", "'' exited with 1"),
-        ("", "'' exited with "),
-    ],
-)
-def test_a_setup_that_fails_is_shown_with_its_output(reply: str, shown: str) -> None:
-    with pytest.raises(sky.HostUnfit) as caught:
-        join(MARK + f"setup {reply}\n".encode())
-    assert caught.value.message == f"its setup failed: {shown}"
 
 
 def test_an_interpreter_is_installed_only_where_it_is_missing() -> None:

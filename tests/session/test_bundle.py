@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 
-from skyfab._util.scripts import read
 from skyfab.session.bundle import bundle, without_prose
 
 LIBRARIES = {"fabric", "paramiko", "invoke", "rich", "pathspec", "numpy", "torch", "uv", "exceptiongroup"}
@@ -218,21 +217,6 @@ def test_the_archive_has_plain_files_with_plain_names() -> None:
         assert ".." not in name.split("/")
         assert name.endswith((".py", ".sh"))
         assert "__pycache__" not in name
-
-
-def test_the_bundle_is_all_of_skyfab_but_what_no_host_needs() -> None:
-    names = [name for name, _ in bundle().files]
-    assert names[0] == "__main__.py"
-    assert {"skyfab/host/agent/link.py", "skyfab/pool/compute.py", "cloudpickle/__init__.py"} <= set(names)
-    assert not [name for name in names if name.startswith(("skyfab/cli/", "skyfab/inspect/top/"))]
-
-
-def test_scripts_are_read_there_as_they_are_here(bare: Path, unpacked: Path) -> None:
-    """A function on a host may open a pool, which sends them on."""
-    paths = [path.removeprefix("skyfab/") for path, _ in bundle().files if path.endswith(".sh")]
-    assert {"session/bootstrap.sh", "env/probe.sh"} <= set(paths)
-    code = "import json\nfrom skyfab._util.scripts import read\nprint(json.dumps([read(path) for path in {}]))"
-    assert run(bare, unpacked, code.format(paths)) == [read(path) for path in paths]
 
 
 def test_the_bundle_is_small() -> None:

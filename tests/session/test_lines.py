@@ -110,12 +110,6 @@ def test_a_line_without_end_is_shown_in_pieces_and_never_held(piece: int) -> Non
     assert max(map(len, shown)) <= _LONGEST + piece
 
 
-def test_many_lines_are_cut_quickly() -> None:
-    """A million short lines in pieces of a pipe's size, without work that grows with what came before."""
-    data = b"a line of output\n" * 100_000
-    assert len(lines_of([data[at : at + 65_536] for at in range(0, len(data), 65_536)])) == 100_000
-
-
 @pytest.mark.parametrize("character", ["x", "é", "€", "😁"])
 @pytest.mark.parametrize("before", range(4))
 def test_a_long_line_is_cut_between_characters(monkeypatch: pytest.MonkeyPatch, character: str, before: int) -> None:

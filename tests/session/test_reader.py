@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -157,29 +156,6 @@ def test_a_connection_that_raises_is_told_and_the_others_go_on(reader: SharedRea
     assert bad.errors == [bad.defect]
 
 
-def test_a_descriptor_can_be_watched_for_room_to_write(reader: SharedReader) -> None:
-    pipe = Pipe(reader)
-    reader.unwatch(pipe.source)
-    os.set_blocking(pipe._sink, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(pipe._sink, bytes(65536))
-    told = threading.Event()
-
-    def on_ready(fd: int) -> Sequence[Callable[[], None]]:
-        if fd == pipe._sink:
-            reader.unwatch(fd)
-            told.set()
-        return []
-
-    pipe.on_ready = on_ready  # type: ignore[method-assign]
-    reader.watch(pipe._sink, pipe, writing=True)
-    assert not told.wait(0.2), "the pipe is full"
-    while not told.is_set():
-        os.read(pipe.source, 65536)
-        told.wait(0.05)
-
-
 def test_ticks_come_while_data_does(reader: SharedReader) -> None:
     pipe = Pipe(reader, interval=0.02)
     ends = time.monotonic() + 60
@@ -198,15 +174,6 @@ def test_wake_is_heard_once_each(reader: SharedReader) -> None:
     reader.wake(one)
     until(lambda: one.wakes == 3)
     assert other.wakes == 0
-
-
-def test_what_cannot_be_written_yet_is_tried_again_after_a_pause(reader: SharedReader) -> None:
-    pipe = Pipe(reader)
-    pipe.woken = lambda: reader.retry_soon(pipe)
-    begun = time.monotonic()
-    reader.retry_soon(pipe)
-    until(lambda: pipe.wakes > 10)
-    assert pipe.wakes < 3 + (time.monotonic() - begun) / 0.002
 
 
 def test_an_action_cannot_wait(reader: SharedReader) -> None:

@@ -10,7 +10,7 @@ from stage.messages import filled
 import skyfab as sky
 from skyfab.protocol import VERSION, messages
 from skyfab.session import replies as module
-from skyfab.session.replies import PendingRequest, Replies, Reply
+from skyfab.session.replies import PendingRequest, Replies
 
 
 class Listener:
@@ -100,12 +100,6 @@ def test_a_large_answer_is_there_when_its_last_byte_is(stage: Stage) -> None:
     assert stage.replies.pending == {}
 
 
-def test_an_answer_that_nobody_could_hold_is_refused(stage: Stage) -> None:
-    stage.expect(1)
-    with pytest.raises(sky.ProtocolError, match="at most"):
-        stage.opened(1, messages.Result(parts=[2**62]), None)
-
-
 def test_data_before_its_message_is_refused_and_data_for_nobody_is_dropped(stage: Stage) -> None:
     stage.expect(1)
     stage.data(3, b"for nobody")
@@ -129,22 +123,6 @@ def test_the_end_fails_every_request_after_the_host_is_lost(stage: Stage) -> Non
     assert stage.replies.pending == {}
     stage.replies.end(error, lost=None)
     assert stage.replies.take() == []
-
-
-def test_a_reply_is_there_once_it_was_received_or_never_will_be() -> None:
-    found: list[bool] = []
-    first, second = (Reply(lambda: found.append(True)) for _ in range(2))
-    for reply in (first, second):
-        assert not reply.is_there
-        assert reply.stream == 0
-        reply.sent(5)
-        assert reply.stream == 5
-    first.answered(messages.Done(), [])
-    second.failed(sky.HostLost("gone", host="node1"))
-    assert first.is_there and second.is_there and found == [True, True]
-    assert first.wait() == (messages.Done(), [])
-    with pytest.raises(sky.HostLost, match="gone"):
-        second.wait()
 
 
 # ---- hello
@@ -258,8 +236,3 @@ def test_more_output_than_any_pool_has_is_refused(stage: Stage, monkeypatch: pyt
     stage.log(22, "b")
     with pytest.raises(sky.ProtocolError, match="more than 2 output streams"):
         stage.log(24, "c")
-
-
-def test_what_a_worker_imports_is_told(stage: Stage) -> None:
-    stage.opened(0, filled(messages.Importing, worker="solo.0", module="torch"))
-    assert stage.listener.told == [("import", "solo.0", "torch")]

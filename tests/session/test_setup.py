@@ -150,10 +150,3 @@ def test_an_interpreter_that_lines_bring_is_found(hosts_of: Callable[..., list[s
 @sky.function
 def executable() -> str:
     return sys.executable
-
-
-def test_setup_of_an_inventory_is_checked() -> None:
-    with pytest.raises(sky.UsageError, match="setup: must be a string, not an array"):
-        sky.Host(name="a", setup=["module load cuda"])  # type: ignore[arg-type]
-    with pytest.raises(sky.UsageError, match="NUL"):
-        sky.Image(setup="a\0b")

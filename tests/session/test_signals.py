@@ -77,19 +77,6 @@ def test_what_a_handler_that_raises_leaves_is_delivered_later(guard: SignalGuard
     assert found == ["ran"]
 
 
-def test_a_program_may_replace_a_handler_and_restore_it(guard: SignalGuard) -> None:
-    found: list[str] = []
-    signal.signal(signal.SIGUSR1, note(found, "first"))
-    guard.wrap()
-    first = signal.signal(signal.SIGUSR1, note(found, "second"))
-    guard.wrap()
-    signal.raise_signal(signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, first)
-    guard.wrap()
-    signal.raise_signal(signal.SIGUSR1)
-    assert found == ["second", "first"]
-
-
 def test_the_programs_handlers_are_restored() -> None:
     def mine(*_: object) -> None: ...
 
@@ -173,20 +160,6 @@ def test_what_a_handler_raises_is_not_lost_when_an_item_of_a_weak_collection_is_
     finally:
         sys.setprofile(None)
     assert (found, len(weak)) == (["removed"], 0)
-
-
-def test_a_signal_whose_handler_was_removed_meanwhile_does_not_end_the_program(guard: SignalGuard) -> None:
-    class Dropped:
-        @without_signals
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, lambda *_: stop())
-    guard.wrap()
-    Dropped()
-    signal.signal(signal.SIGUSR1, before)
-    assert before == signal.SIG_DFL
-    time.sleep(0.1)
 
 
 def test_a_child_that_a_thread_has_forked_runs_its_handlers() -> None:
@@ -329,24 +302,6 @@ def test_a_handler_may_raise_and_use_the_pool(compute: sky.Compute, how: str, nu
     assert caught or how != "raises"
     assert [(add(n, 1) > compute).result(60) for n in range(20)] == list(range(1, 21))
     assert all(not slot.tasks for slot in compute._scheduler._slots)
-
-
-def test_a_handler_may_make_several_calls_while_the_main_thread_waits(compute: sky.Compute) -> None:
-    ran = list[int]()
-
-    def handle(*_: object) -> None:
-        ran.extend(add(n, 1) >> compute for n in range(5))
-
-    def done() -> bool:
-        if len(ran) < 500:
-            signal.raise_signal(signal.SIGALRM)
-        return len(ran) >= 500
-
-    before = signal.signal(signal.SIGALRM, handle)
-    try:
-        assert compute.hosts[0].session.wait(done, 60)
-    finally:
-        signal.signal(signal.SIGALRM, before)
 
 
 def test_a_handler_may_close_the_pool(open_pool: Callable[..., sky.Compute]) -> None:
@@ -639,36 +594,6 @@ def actions_on(pool: sky.Compute, folder: Path) -> Sequence[Callable[[], object]
 def test_alarms_at_random_moments(open_pool: Callable[..., sky.Compute], tmp_path: Path) -> None:
     pool = open_pool(slots=3)
     alarms(pool, 150, actions_on(pool, tmp_path))
-
-
-def signal_in(process: int) -> None:
-    if os.getpid() == process:
-        signal.raise_signal(signal.SIGUSR1)
-
-
-class Signalling:
-    """Sends this process a signal while it is unpickled here."""
-
-    def __init__(self, process: int) -> None:
-        self._process = process
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return signal_in, (self._process,)
-
-
-def yields_signalling(process: int) -> Iterator[Signalling]:
-    yield Signalling(process)
-
-
-def test_a_handler_that_raises_while_a_value_is_unpickled(compute: sky.Compute) -> None:
-    before = signal.signal(signal.SIGUSR1, lambda *_: stop())
-    try:
-        values = sky.function(yields_signalling)(os.getpid()) >> compute
-        with pytest.raises(Stop):
-            next(values)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert add(1, 2) >> compute == 3
 
 
 def test_a_handler_that_raises_while_a_file_is_opened_leaves_no_descriptor(

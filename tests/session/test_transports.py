@@ -31,9 +31,8 @@ from skyfab.lab import Lab
 from skyfab.ssh import Stream, transport_for
 from skyfab.ssh.fabric import Fabric
 from skyfab.ssh.logins import ServerBusy
-from skyfab.ssh.openssh import OpenSSH, _has_aes, _is_since, explain
+from skyfab.ssh.openssh import OpenSSH, _is_since, explain
 from skyfab.ssh.process import ProcessStream
-from skyfab.ssh.prompts import Prompts, places
 from skyfab.ui.prompt import TERMINAL
 
 pytestmark = pytest.mark.lab
@@ -44,25 +43,6 @@ both = pytest.mark.parametrize("by", ["openssh", "fabric"])
 
 Open = Callable[[str], Stream]
 Hosts = Callable[..., list[sky.Host]]
-
-
-@pytest.mark.parametrize(
-    ("about", "expected"),
-    [
-        ("processor\t: 0\nflags\t\t: fpu sse2 aes avx\n", True),
-        ("model name\t: aes\nflags\t\t: fpu sse2 vaes\n", False),
-        (None, True),
-    ],
-)
-def test_the_cipher_of_processors_without_instructions_for_it_is_not_preferred(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: str | None, expected: bool
-) -> None:
-    if about is not None:
-        (tmp_path / "cpuinfo").write_text(about)
-    assert _has_aes(tmp_path / "cpuinfo") is expected
-    monkeypatch.setattr("skyfab.ssh.openssh._has_aes", lambda: expected)
-    way = OpenSSH(sky.Host(name="node1", address="192.0.2.1"), sky.Inventory(hosts={}))
-    assert ("Ciphers=^aes128-gcm@openssh.com" in " ".join(way.argv("true"))) is expected
 
 
 def settings_of(words: list[str]) -> dict[str, str]:
@@ -419,16 +399,6 @@ def test_no_text_of_a_host_takes_long_to_examine() -> None:
     assert isinstance(explain([host], 255, text, sky.Inventory(hosts={"a": host})), sky.AuthenticationRefused)
 
 
-def test_jump_hosts_that_need_each_other_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "config").write_text("Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
-    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))
-    host = sky.Host(name="a")
-    error = explain([host], 255, "Connection timed out during banner exchange", sky.Inventory(hosts={"a": host}))
-    assert isinstance(error, sky.Unreachable)
-    assert error.hint is not None
-    assert "form a loop: a → b → a" in error.hint
-
-
 # ---- which transport
 
 
@@ -738,24 +708,6 @@ def test_a_password_is_asked_for_once_and_shows_nowhere(
     assert secret not in shown
     assert caplog.records, "paramiko was heard, or ssh's command line"
     assert secret not in caplog.text
-
-
-def test_a_password_is_for_one_port_and_one_way_alone(person: Callable[..., Person]) -> None:
-    """Behind a forwarded port, or another jump host, the same address is another machine."""
-    gateway = sky.Host(name="a", address="10.0.0.1", port=2201, user="ada")
-    bastion = sky.Host(name="b", address="10.0.0.2")
-    pat = person("first", "second", "third")
-    ways = [[gateway], [replace(gateway, port=2202)], [bastion, gateway]]
-    logins = [Prompts() for _ in range(2)]
-    try:
-        for login in logins:
-            found = [login.answer(places(way, "ada")[-1], "Password: ") for way in ways]
-            assert found == ["first", "second", "third"]
-        assert len(set(pat.prompts)) == 2, "each names the address and the port"
-        assert len(pat.prompts) == 3
-    finally:
-        for login in logins:
-            login.refused()
 
 
 def _bytes(path: Path) -> bytes:

@@ -15,7 +15,7 @@ from stage.spot import until
 
 import skyfab as sky
 from skyfab.session import reader
-from skyfab.ui.events import CallStarted, Event, Output, emitting
+from skyfab.ui.events import CallStarted, Event, Output
 
 OpenPool = Callable[..., sky.Compute]
 
@@ -50,20 +50,6 @@ def test_a_subscriber_that_makes_a_call_and_waits_is_told_that_it_cannot(open_po
     assert say("a line") >> pool == "a line"
     assert [identity(2) >> pool, (identity(3) > pool).result(170)] == [2, 3]
     assert "thread" in str(told[0])
-
-
-def test_a_subscriber_may_start_a_call_and_leave_it(open_pool: OpenPool) -> None:
-    pool = open_pool()
-    futures: list[object] = []
-
-    def call(event: Event) -> None:
-        if isinstance(event, Output) and not futures:
-            futures.append(identity(5) > pool)
-
-    pool.events.subscribe(call)
-    say("a line") >> pool
-    (future,) = futures
-    assert future.result(170) == 5  # type: ignore[attr-defined]
 
 
 def test_a_subscriber_that_exits_ends_nothing(open_pool: OpenPool, capfd: pytest.CaptureFixture[str]) -> None:
@@ -174,13 +160,6 @@ def test_a_forked_child_may_open_a_pool_of_its_own(open_pool: OpenPool) -> None:
 
     assert in_child(own) == "4"
     assert identity(1) >> pool == 1
-
-
-def test_the_parents_threads_that_wait_are_none_of_the_childs(open_pool: OpenPool) -> None:
-    """A thread of the child may get the number of one of the parent's: it was told that it cannot wait."""
-    pool = open_pool()
-    identity(1) >> pool
-    assert in_child(lambda: (reader._handling, emitting)) == "(set(), set())"
 
 
 # ---- numbers

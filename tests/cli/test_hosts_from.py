@@ -40,14 +40,11 @@ def test_a_source_is_shown_with_logins_and_groups(skyfab: Skyfab) -> None:
     assert out == (
         "host   address       groups\nnode1  ada@node1     gpu\nnode2  ada@node2     gpu\nme     this machine  here\n"
     )
-    assert skyfab("hosts", "--from=cluster", "gpu,!node1").out.splitlines()[1:] == ["node2  ada@node2  gpu"]
-    listed = json.loads(skyfab("hosts", "--from=cluster", "--json", "node1").out)
-    assert listed == [{"name": "node1", "address": "ada@node1", "groups": ["gpu"]}]
+    listed = json.loads(skyfab("hosts", "--from=cluster", "--json", "gpu,!node1").out)
+    assert listed == [{"name": "node2", "address": "ada@node2", "groups": ["gpu"]}]
 
 
-@pytest.mark.parametrize(
-    "text", [ANSIBLE, "node1 slots=4\nada@node2 slots=2\n", '[hosts."n[1-3]"]\n[groups]\ng = ["n1"]\n']
-)
+@pytest.mark.parametrize("text", ["node1 slots=4\nada@node2 slots=2\n", '[hosts."n[1-3]"]\n[groups]\ng = ["n1"]\n'])
 def test_toml_that_is_printed_is_an_inventory_that_is_equal(skyfab: Skyfab, text: str) -> None:
     Path("cluster").write_text(text)
     code, out, err = skyfab("hosts", "--from=cluster", "--toml")

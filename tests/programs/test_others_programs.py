@@ -201,17 +201,6 @@ def test_guide_01_a_first_call(guide: Run) -> None:
     assert guide("g01_first_call") == ["power: 1024", "values: {'least': 1.0, 'most': 6.0, 'mean': 3.0}"]
 
 
-def test_guide_02_parallel_calls(guide: Run) -> None:
-    streamed = [f"streamed: {100 * number}" for number in range(5)]
-    assert guide("g02_parallel") == ["gathered: (1, 3, 5, 7)", "two: 3 a-b", "three: 7 c 0", *streamed]
-
-
-@pytest.mark.torch
-@pytest.mark.usefixtures("cpu_torch")
-def test_guide_04_what_a_host_has(guide: Run) -> None:
-    assert guide("g04_devices") == ["node1: node 0 of 1, GPUs: 0", "(64, 64)"]
-
-
 def test_guide_05_shards_keep_pairs_and_types(guide: Run) -> None:
     kinds = ["list", "tuple", "ndarray"]
     assert guide("g05_shards") == ["sizes: [51, 50]", "complete: True", f"types: {[kinds, kinds]}"]
@@ -231,14 +220,3 @@ def test_guides_09_and_10_joblib_and_a_grid_search(guide: Run) -> None:
     """In the pool's environment, which has the versions of this machine."""
     assert guide("g10_joblib") == ["results: 80 6320", "in parallel: True"]
     assert guide("g09_grid_search")[-2:] == ["candidates: 8", "best: SVC True"]
-
-
-def test_guide_11_variables_and_several_hosts(guide: Run) -> None:
-    """On hosts of the lab; tests/providers has the same with containers."""
-    places = [(0, 3, True), (1, 3, False), (2, 3, False)]
-    assert guide("g11_containers") == ["node1", "good morning", str(places), "1225"]
-
-
-def test_guide_21_calls_that_need_no_other_node(guide: Run) -> None:
-    chunks = f"chunks: {list(range(8))}"
-    assert guide("g21_independent") == [chunks, "different: 8", "nodes: 4"]

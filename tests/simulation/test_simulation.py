@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_same_seed_is_the_same_run_in_every_process() -> None:
-    program = "import sys; from simulation.__main__ import main; sys.exit(main(['--hosts=3', '--seed=3', '--seeds=2']))"
+    program = "import sys; from simulation.__main__ import main; sys.exit(main(['--hosts=5', '--seed=3', '--seeds=2']))"
     runs = []
     for number in (1, 2):
         env = {**os.environ, "PYTHONHASHSEED": str(number)}

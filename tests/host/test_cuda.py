@@ -113,11 +113,6 @@ def test_a_device_that_works_is_left_alone(torch: Callable[..., Any]) -> None:
     assert made.asked == []
 
 
-def test_without_torch_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "torch", raising=False)
-    assert not is_unusable(RuntimeError(ASSERT))
-
-
 # ---- in a pool
 
 

@@ -111,15 +111,6 @@ def test_what_an_earlier_download_has_left_is_continued_or_replaced(
     assert stored(downloads) == {SHA: LARGE}
 
 
-def test_a_server_that_responds_slowly_is_reached(
-    downloads: Downloads, hub: Hub, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(download_, "_PROBE", 0.2)
-    hub.delay = 1
-    status, _, _, body = downloads.page(f"{hub.url}/api/models/org/model/revision/main?blobs=true", "", 1 << 20)
-    assert (status, b"large.bin" in body) == (200, True)
-
-
 @pytest.mark.parametrize(("path", "data"), [("large.bin", LARGE), ("small.json", SMALL)])
 def test_damaged_content_is_refused(downloads: Downloads, hub: Hub, path: str, data: bytes) -> None:
     hub.damaged.add(path)

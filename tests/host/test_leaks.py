@@ -57,16 +57,6 @@ def call(worker: WorkerHandle, uploads: Uploads, stream: int, *pieces: int) -> N
     worker.flush()
 
 
-def test_nothing_is_kept_of_a_large_argument(
-    agent: Agent, worker: WorkerHandle, process: Process, mux: Mux, uploads: Uploads
-) -> None:
-    call(worker, uploads, 1, SIZE // 2, SIZE // 2)
-    process.answer(1)
-    worker.output.read()
-    assert not worker.calls
-    assert kept(mux, uploads) == NOTHING
-
-
 def test_nothing_is_kept_of_a_large_result(
     agent: Agent, worker: WorkerHandle, process: Process, mux: Mux, uploads: Uploads
 ) -> None:

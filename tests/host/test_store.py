@@ -139,15 +139,6 @@ def test_many_processes_write_one_blob_at_once(tmp_path: Path) -> None:
     assert files(tmp_path) == [f"cache/blobs/{NAME}"]
 
 
-def test_what_is_asked_for_counts_as_used(store: Store) -> None:
-    """The cleaner goes by age; a blob that a pool relies on is young."""
-    name = put(store, b"old", keep=True)
-    path = Path(store.folders[1], name)
-    os.utime(path, (1, 1))
-    store.missing([name])
-    assert path.stat().st_mtime > 1e9
-
-
 def test_blobs_are_for_their_owner_only(store: Store, tmp_path: Path) -> None:
     put(store, CONTENT, keep=True)
     store.lay_out(TREE, [["0/a.py", NAME]])

@@ -158,11 +158,6 @@ def test_groups_keep_their_order_and_resolve_groups_patterns_tags_and_exclusions
     assert list(cluster.groups) == ["gpu", "front", "everything", "most", "nobody"]
 
 
-def test_a_group_may_name_a_group_that_comes_later() -> None:
-    inventory = Inventory.parse('[hosts.a]\n[groups]\nouter = ["inner"]\ninner = ["a"]')
-    assert inventory.groups == {"outer": ("a",), "inner": ("a",)}
-
-
 def test_a_group_may_have_this_machine() -> None:
     inventory = Inventory.parse('[hosts.a]\n[groups]\nboth = ["local", "a"]')
     assert inventory.select("both") == (LOCAL, inventory.hosts["a"])
@@ -173,12 +168,6 @@ def test_local_may_be_declared_and_never_gets_what_is_for_ssh() -> None:
         '[defaults]\nuser = "ada"\njump = "gw"\ntransport = "openssh"\n[hosts.local]\nslots = 3\nport = 22'
     )
     assert inventory.hosts["local"] == Host(name="local", transport="local", slots=3)
-
-
-def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "inv.toml"
-    path.write_bytes(b'\xef\xbb\xbf[hosts.a]\r\nuser = "ada"\r\n')
-    assert Inventory.of(path).hosts["a"].user == "ada"
 
 
 # Where the file is found
@@ -487,11 +476,6 @@ def test_what_is_not_toml_is_reported_with_its_line(text: str) -> None:
     assert error.hint
 
 
-def test_a_table_that_is_there_twice_is_named_as_in_the_file() -> None:
-    message = mistake("[hosts.node1]\n[hosts.node1]").message
-    assert message.startswith("inv.toml: not valid TOML: [hosts.node1] is defined twice (at line 2")
-
-
 def test_all_mistakes_are_reported_at_once_the_count_first_each_on_its_line() -> None:
     error = mistake("""
         [defaults]
@@ -554,13 +538,6 @@ def test_a_host_is_a_value() -> None:
     assert host != dataclasses.replace(host, env={})
     with pytest.raises(dataclasses.FrozenInstanceError):
         host.name = "b"  # type: ignore[misc]
-
-
-def test_a_host_does_not_change_with_the_dictionary_it_was_made_from() -> None:
-    env = {"A": "1"}
-    host = Host(name="a", env=env)
-    env["A"] = "2"
-    assert host.env == {"A": "1"}
 
 
 @pytest.mark.parametrize(

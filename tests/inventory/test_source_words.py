@@ -227,37 +227,3 @@ g = ["node1.x", "node2.x"]
 
 
 # Whatever a file has in it
-
-WORDS = "[web] [hosts.a] node[1-4] node1 address= = slots=4 node1:4 : ' \" # ; \\ ! * é \x01 [1:999999999] port=9 {"
-PIECES = st.sampled_from(
-    [
-        *WORDS.split(" "),
-        "{{ x }}",
-        "\n",
-        "\n  ",
-        "\t",
-        " ",
-        "Host ",
-        "Include ",
-        "Match ",
-        "ProxyJump x",
-        "\u2028",
-        "[" * 50,
-    ]
-)
-
-
-@settings(database=None, deadline=None, max_examples=80, suppress_health_check=list(HealthCheck))
-@given(text=st.lists(PIECES | st.text(max_size=3), max_size=25).map("".join))
-def test_any_text_is_hosts_or_one_error(text: str, tmp_path: Path) -> None:
-    path = tmp_path / "x.toml"
-    path.write_text(text, encoding="utf-8", errors="surrogatepass")
-    for source in (path, f"hostfile:{path}", "ssh_config"):
-        try:
-            with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("SKYFAB_SSH_CONFIG", str(path))
-                inventory = Inventory.of(source)
-        except InventoryError:
-            continue
-        assert inventory.select()
-        assert Inventory.parse(inventory.to_toml()) == inventory

@@ -336,24 +336,6 @@ def _age(folder: Path, seconds: float) -> None:
         os.utime(path, (moment, moment), follow_symlinks=False)
 
 
-@pytest.mark.slow
-def test_files_of_another_time_are_in_nobodys_way(hosts: Callable[..., list[sky.Host]], common: str) -> None:
-    """Of a cache whose clock was set: pools that are open go on, new ones open, gc removes nothing that is used."""
-    first, second = hosts(cache=common)
-    with pool([first, second], lease=600) as living:
-        who(1) @ living
-        _age(Path(common), 5 * HOUR)
-        with pool([first]) as other:
-            assert who(2) >> other == (0, "node1", 2)
-            for days in (30, 0):
-                gc(first, days)
-            assert who(3) @ other == [(0, "node1", 3)]
-        assert who(4) @ living == [(0, "node1", 4), (0, "node2", 4)]
-        assert len(list(Path(common).glob("run/*/*"))) == 2
-    with pool([first, second]) as again:
-        assert who(5) @ again == [(0, "node1", 5), (0, "node2", 5)]
-
-
 @pytest.fixture
 def clocks(pair: Lab) -> Iterator[Callable[..., None]]:
     """``clocks("+5h", "-5h")``: from now on those who log in as `timely` find that time on the two hosts.
@@ -385,29 +367,8 @@ def _hours(pool: sky.Compute) -> list[int]:
 
 
 @pytest.mark.slow
-def test_clocks_that_are_hours_apart_do_not_matter(
-    pair: Lab, hosts: Callable[..., list[sky.Host]], clocks: Callable[..., None], index: Index
-) -> None:
-    """Pools open and work, environments are made and found again, and gc knows what is in use."""
-    clocks("+5h", "-7h")
-    both = hosts(user="timely", python="auto")
-    image = sky.Image(pip=["shelf"])
-    with pool(both, image=image, lease=600) as living:
-        assert _hours(living) == [5, -7]
-        assert version_of("shelf") @ living == ["1.0"] * 2
-        future = living.submit(version_of("shelf"), on="node2")
-        assert future.result(170) == "1.0"
-        with pool(both, image=image) as other:
-            assert where() @ other == where() @ living
-            for host in both:
-                assert "envs" not in gc(host, 0).counts
-            assert _hours(other) == [5, -7]
-    for there in pair.hosts:
-        assert half_made(there.path("/home/timely/.cache/skyfab")) == []
-
-
 def test_hosts_with_one_cache_may_disagree_about_the_time(
-    pair: Lab, hosts: Callable[..., list[sky.Host]], clocks: Callable[..., None], shared: Path
+    pair: Lab, hosts: Callable[..., list[sky.Host]], clocks: Callable[..., None], shared: Path, index: Index
 ) -> None:
     """Files have the server's time. A host that is days ahead sweeps, and the other's pool goes on."""
     clocks("+3d", "-5h", server=True)
@@ -415,13 +376,18 @@ def test_hosts_with_one_cache_may_disagree_about_the_time(
     owner = pair.hosts[0].path("/home/timely").stat().st_uid
     Path(cache).mkdir(mode=0o700)
     os.chown(cache, owner, owner)
-    first, second = hosts(user="timely", cache=cache)
-    with pool([first, second], lease=600) as living:
+    first, second = hosts(user="timely", cache=cache, python="auto")
+    image = sky.Image(pip=["shelf"])
+    with pool([first, second], image=image, lease=600) as living:
         assert _hours(living) == [72, -5]
-        with pool([first]) as other:
+        assert version_of("shelf") @ living == ["1.0"] * 2
+        with pool([first], image=image) as other:
+            assert where() >> other == where() >> living, "the environment is found again"
             assert _hours(other) == [72]
             for host in (first, second):
                 gc(host, 0)
             assert _hours(other) == [72]
         assert _hours(living) == [72, -5]
+        assert version_of("shelf") @ living == ["1.0"] * 2
         assert {path.parent.name for path in Path(cache).glob("run/*/*")} == {"node1", "node2"}
+    assert half_made(Path(cache)) == []

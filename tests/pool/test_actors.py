@@ -7,7 +7,6 @@ import os
 import queue
 import random
 import signal
-import sys
 import threading
 import time
 import weakref
@@ -53,20 +52,14 @@ class Account:
     async def later(self, value: int) -> int:
         return value + 1
 
-    async def leave(self, how: str) -> None:
-        raise SystemExit(3) if how == "exit" else KeyboardInterrupt
+    async def interrupt(self) -> None:
+        raise KeyboardInterrupt
 
     def gpus(self) -> str | None:
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
-    def lock(self) -> Any:
-        return threading.Lock()
-
     def keep_and_return(self, make: Callable[..., Any], *args: Any) -> Any:
         return make(*args)
-
-    def leave_if(self, now: bool) -> int:
-        return sys.exit(7) if now else 1
 
 
 @pytest.fixture(scope="module")
@@ -412,7 +405,7 @@ def test_an_asynchronous_method_that_is_interrupted_leaves_the_event_loop_runnin
 ) -> None:
     with compute.actor(Account, concurrency=concurrency) as account:
         with pytest.raises(sky.RemoteError, match="KeyboardInterrupt"):
-            account.leave("interrupt")
+            account.interrupt()
         assert account.later(1) == 2
 
 

@@ -9,9 +9,6 @@ import pytest
 
 import skyfab as sky
 from skyfab.pool.host_choice import HostChoice
-from skyfab.session.ask import Asker
-from skyfab.ssh.base import Transport
-from skyfab.ssh.local import Local
 from skyfab.ui.events import Event, Events, Notice
 
 
@@ -72,21 +69,3 @@ def test_too_few_hosts_meet_a_condition(inventory: sky.Inventory) -> None:
     first, *others = caught.value.message.splitlines()
     assert first == "no host meets 'cpus > 100000'"
     assert [line.partition(": cpus ")[0] for line in others] == ["  here1", "  here2"]
-
-
-def test_the_connection_over_which_a_host_was_asked_is_used_once(inventory: sky.Inventory) -> None:
-    made = choice(["here1"], inventory)
-    host = inventory.hosts["here1"]
-    taken = [object()]
-
-    class Lent(Asker):
-        def take(self, host: sky.Host) -> Transport | None:
-            return taken.pop() if taken else None  # type: ignore[return-value]
-
-    (lent,) = taken
-    made.adopt(Lent([host], inventory), [host])
-    assert made.reach(host) is lent
-    second = made.reach(host)
-    assert second is not lent
-    assert isinstance(second, Local)
-    second.close()

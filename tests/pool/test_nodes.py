@@ -34,9 +34,6 @@ class Images:
     def setup(self, host: sky.Host) -> str:
         return ""
 
-    def variables(self, host: sky.Host) -> dict[str, str]:
-        return {"A": "b"}
-
 
 class Stage:
     """The nodes of a pool, and all that they tell."""

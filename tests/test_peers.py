@@ -5,20 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from benchmarks.arena import Arena
 from benchmarks.peers import report
 from benchmarks.peers.contest import Contest
-from benchmarks.peers.contestants import CONTESTANTS, OURS, Contestant
-from benchmarks.peers.environment import Environment
-from benchmarks.peers.jobs import PROGRAMS, SESSIONS, TASTE, Job
+from benchmarks.peers.contestants import CONTESTANTS, OURS
+from benchmarks.peers.jobs import PROGRAMS, SESSIONS, TASTE
 from benchmarks.peers.program import Failed, Session, run
-from benchmarks.scale import TASTE as TASTE_OF_OTHERS
-from skyfab.lab import Lab
 
 ROOT = Path(__file__).resolve().parent.parent
 FACTS = {"cores": 2, "arch": "aarch64", "python": "3.11.7", "ssh": "OpenSSH_9", "cipher": "aes", "load": 0.5}
@@ -118,35 +113,3 @@ def test_a_session_answers_until_it_fails(tmp_path: Path) -> None:
 
 
 # ---- on the lab
-
-
-def only(name: str, command: Callable[..., list[str]]) -> Contestant:
-    return Contestant(name=name, commands={"command": command})
-
-
-@pytest.mark.lab
-@pytest.mark.slow
-def test_contestants_take_turns_on_hosts_and_leave_nothing_there(lent_lab: Lab) -> None:
-    """skyfab and ssh for real, with one that leaves a process on a host, and one that says something else."""
-    arena = Arena.on(lent_lab, TASTE_OF_OTHERS)
-    ours, ssh = CONTESTANTS[0], CONTESTANTS[1]
-    leaves = "hostname; nohup sleep 600 >/dev/null 2>&1 </dev/null &"
-    able = [
-        ours,
-        ssh,
-        only("leaves", lambda site: ["ssh", "-F", site.config, site.addresses[0], leaves]),
-        only("wrong", lambda site: ["echo", "somewhere"]),
-    ]
-    job = Job(name="command", what="one command on one host")
-    with Contest.open(arena, Environment(ROOT), TASTE) as contest:
-        contest.programs(able, [job])
-        assert contest.sample(job, ours)
-        assert contest.sample(job, ssh)
-        assert contest.sample(job, able[2])
-        assert contest.reasons == {("command", "wrong"): "wrong result: node1; it printed 'somewhere'"}
-        assert not [one for one in lent_lab.hosts[0].processes() if "600" in one.cmdline]
-        contest.sessions([ours])
-        assert {name for name, _ in contest.seconds} == {"command", "calls", "everywhere", "map", "array"}
-        assert not contest.sample(SESSIONS[0], ssh)
-    document = report.document(contest, able, [], FACTS, ["command"])
-    assert report.text(document)[0] == "command: one command on one host"

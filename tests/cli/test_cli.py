@@ -44,8 +44,6 @@ PROGRAM = [sys.executable, "-m", "skyfab"]
 HERE = "using this machine (no inventory, no --hosts)\n"
 NOBODY = "root@127.0.0.1:1"
 """An address where nothing listens."""
-
-
 needs_torch = pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 
 
@@ -77,15 +75,6 @@ def test_every_task_teaches(skyfab: Skyfab, name: str) -> None:
         shown = ", ".join(action.option_strings) or str(action.metavar)
         assert re.search(rf"^  {re.escape(shown)}(?!\w).*\s+\w", out, re.MULTILINE), action
     assert skyfab("--help", name).out == skyfab("help", name).out == skyfab(name, "-h").out == out
-
-
-def test_help_fits_the_terminal(skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All but the examples, which are to be copied."""
-    for columns in (60, 100):
-        monkeypatch.setenv("COLUMNS", str(columns))
-        lines = skyfab("run", "--help").out.splitlines()
-        assert max(len(line) for line in lines if not line.startswith("  skyfab run")) <= columns
-        assert max(map(len, skyfab("help").out.splitlines())) <= columns
 
 
 def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
@@ -441,23 +430,6 @@ def test_an_address_of_many_aliases_is_asked_for_its_key_once(
     code, out, _ = skyfab("trust", "--hosts=a,b,c", f"--known-hosts={tmp_path}/known", "--yes")
     assert code == 0, out
     assert (tmp_path / "asked").read_text() == "asked\n"
-
-
-@pytest.mark.parametrize(
-    ("line", "what"),
-    [
-        ("ProxyJump a", "its key cannot be fetched through a jump host\nhint: let ssh ask: ssh -o "),
-        ("UserKnownHostsFile none", "host keys cannot be recorded in none: not a regular file\nhint: "),
-    ],
-    ids=["its own jump host", "no file"],
-)
-def test_settings_of_ssh_config_with_which_no_key_can_be_recorded(
-    line: str, what: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, skyfab: Skyfab
-) -> None:
-    (tmp_path / "config").write_text(f"Host a\n  {line}\n")
-    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))
-    code, _, err = skyfab("trust", "--hosts=a", "--yes")
-    assert code == 2 and what in err
 
 
 @pytest.mark.lab

@@ -51,22 +51,6 @@ def test_a_link_that_leads_nowhere_is_there_too(tmp_path: Path) -> None:
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_a_typo_at_the_question_names_what_was_meant(tmp_path: Path) -> None:
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "known_hosts").write_text("storage ssh-ed25519 AAAA\n")
-    environ = config(tmp_path, "Host works1 works2\n  HostName 127.0.0.1\n  Port 1\n") | {"HOME": str(tmp_path)}
-    for typed, code, said in (
-        ("wroks1", 2, 'matches "wroks1"\nhint: did you mean works1?\n'),
-        ("storag", 2, "did you mean storage?"),
-        ("works*,storage,127.0.0.2:1", 3, "127.0.0.2: not usable"),
-    ):
-        with Typist([sys.executable, "-m", "skyfab", "init"], tmp_path, **environ) as typist:
-            typist.sees(r"Which hosts\?.*")
-            typist.types(typed)
-            assert typist.ends() == code, typist.said
-            assert said in typist.said
-
-
 @pytest.mark.lab
 @pytest.mark.timeout(200)
 def test_forty_odd_entries(tmp_path: Path) -> None:

@@ -156,25 +156,3 @@ def test_the_commands_for_a_detached_run_have_the_name_that_it_was_given(
         "run 0123abcd was started on node1, node2",
         *(f"  skyfab {task} {word}" for task in ("attach", "logs", "stop")),
     ]
-
-
-def test_a_detached_run_says_who_uses_the_folder_and_what_will_be_fetched(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def started(id_: str, *folders: str) -> Any:
-        hosts = [sky.Host(name=f"node{number}", workdir=folder) for number, folder in enumerate(folders, 1)]
-        names = [host.name for host in hosts]
-        about = {"id": id_, "name": "train.py", "function": "train.py", "hosts": names}
-        return SimpleNamespace(**about, others=[], phase=None, in_workdirs=lambda: hosts)
-
-    monkeypatch.chdir(tmp_path)
-    run = started("0123abcd4567", "~/c/files/exp-4efb41e3.0123abcd", "~/c/files/exp-4efb41e3.0123abcd")
-    run.others = [started("4fc985e0aaaa", "~/c/files/exp-4efb41e3", "~/c/files/exp-4efb41e3.4fc985e0")]
-    tell_how_to_attach(run, None, ["ckpt/*", "log"])
-    copied = "uses the folder of this project: this one works in a copy, ~/c/files/exp-4efb41e3.0123abcd"
-    assert capsys.readouterr().err.splitlines()[1:] == [
-        f"node1: run 4fc985e0 (train.py) {copied}",
-        f"node2: another run {copied}",
-        *(f"  skyfab {task} 0123abcd" for task in ("attach", "logs", "stop")),
-        f"skyfab attach 0123abcd fetches ckpt/*, log into {tmp_path} when the run has ended",
-    ]

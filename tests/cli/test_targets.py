@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyfab.cli.put import mirrored, put
+from skyfab.cli.put import mirrored
 from skyfab.cli.run import parsed
 from skyfab.errors import UsageError
 
@@ -37,18 +37,6 @@ def test_a_script_that_is_not_there(here: Path, target: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         parsed(target)
     assert caught.value.hint == hint
-
-
-def test_what_is_put_and_is_not_there(here: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        put.function("my dta")
-    assert (caught.value.message, caught.value.hint) == ("no such file or folder: my dta", "did you mean 'my data'?")
-    (here / "link").symlink_to("gone")
-    with pytest.raises(UsageError, match="broken link: link points to gone"):
-        put.function("link")
-    (here / "~").symlink_to("none")
-    with pytest.raises(UsageError, match="broken link: ~ points to none"):
-        put.function("~")
 
 
 def test_a_folder_that_cannot_be_mirrored_to_does_not_end_logs(

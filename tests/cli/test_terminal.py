@@ -318,15 +318,6 @@ def test_a_run_whose_output_is_not_read_is_stopped_and_its_files_are_fetched(fol
 # ---- completion
 
 
-def test_names_for_completion(folder: Path) -> None:
-    (folder / "config").write_text("Host gpu1 gpu2\n  User ada\nHost *.lab\n  User bob\n")
-    ran = piped(folder, "completion", "hosts", SKYFAB_SSH_CONFIG=str(folder / "config"))
-    assert ran.stdout.split() == ["all", "both", "dead", "gpu1", "gpu2", "here", "local", "spare"]
-    (folder / "inventory.toml").write_text("not toml")
-    ran = piped(folder, "completion", "hosts")
-    assert (ran.returncode, ran.stdout.split(), ran.stderr) == (0, [], "")
-
-
 @pytest.fixture
 def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`skyfab` is a command."""

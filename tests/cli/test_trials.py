@@ -73,17 +73,6 @@ def test_a_file_has_a_line_for_each_trial(tmp_path: Path) -> None:
     assert len(both) == 4
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("# nothing\n", "contains no trials"), ("a=1\na='\n", "line 2: no closing quotation"), (None, "cannot read")],
-)
-def test_a_file_without_trials_is_an_error(tmp_path: Path, text: str | None, message: str) -> None:
-    if text is not None:
-        (tmp_path / "grid").write_text(text)
-    with pytest.raises(UsageError, match=message):
-        trials_of([], str(tmp_path / "grid"))
-
-
 def test_names_are_safe_and_say_what_distinguishes_a_trial() -> None:
     words = ["name=../../etc,a/b,a_b", "--text=x y", "--note=" + "long" * 100, "seed=1..2"]
     trials = trials_of(words)

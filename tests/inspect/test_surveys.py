@@ -69,14 +69,3 @@ def test_a_pool_has_the_hosts_that_meet_its_condition(gpu_lab: Lab) -> None:
     assert any("node2, node3, node4: excluded by 'gpu.memory" in line for line in lines)
     with sky.Compute(inventory=gpu_lab.inventory, where="not gpus", nodes=1, ui="none") as pool:
         assert [host.name for host in pool.hosts] == ["node3"]
-
-
-@pytest.mark.lab
-def test_a_script_runs_where_it_should(gpu_lab: Lab, tmp_path: Path) -> None:
-    (tmp_path / "who.py").write_text("import socket; print(socket.gethostname())")
-    options = (f"--inventory={gpu_lab.inventory}", "--workdir=temp")
-    code, out, err = skyfab("run", *options, "--where=gpus and not busy", "who.py", cwd=tmp_path)
-    assert (code, out) == (0, "node1[0] node1\n"), err
-    code, out, err = skyfab("run", *options, "--where=gpus > 7", "who.py", cwd=tmp_path)
-    assert (code, out) == (2, "")
-    assert "error: no host meets 'gpus > 7'\n  node1: gpus 1\n" in err

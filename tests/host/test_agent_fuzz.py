@@ -22,7 +22,7 @@ from skyfab.host.agent.link import SOCKET
 from skyfab.inventory.host import Host
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import name_of
-from skyfab.protocol.frames import ACK, BYE, COUNT, CREDIT, DATA, HEAD, HEADER, HELLO, LIMIT, PING, Reader, frame
+from skyfab.protocol.frames import ACK, BYE, COUNT, HEAD, HEADER, HELLO, PING, Reader, frame
 from skyfab.protocol.messages import AgentHello, Message
 from skyfab.session.bootstrap import Bootstrap
 from skyfab.session.bundle import bundle
@@ -157,28 +157,15 @@ def call(**changes: Any) -> bytes:
 
 BAD_MESSAGES = {
     "a seat that is not there": call(),
-    "a function that is not there": call(function="x"),
-    "a part that is none": call(parts=[-1]),
     "a blob that is not there": call(parts=[[NAME, 5]]),
-    "cancel of nothing": messages.Cancel(streams=[12345]).encode(),
-    "release of nothing": messages.StopWorker(worker="nobody").encode(),
-    "forget of nothing": messages.Forget(digests=["x"]).encode(),
     "names that are none": messages.Has(names=["../../etc/passwd"]).encode(),
     "a blob with a bad name": messages.Blob(name="../x", parts=[]).encode(),
-    "a damaged blob": messages.Blob(name=NAME, parts=[]).encode(),
-    "a tree with a bad name": messages.Tree(digest="..", files=[]).encode(),
     "a tree outside": messages.Tree(digest=NAME, files=[["../x", NAME]]).encode(),
-    "a tree of missing blobs": messages.Tree(digest=NAME, files=[["x", NAME]]).encode(),
     "a tree with a NUL": messages.Tree(digest=NAME, files=[["a\0b", NAME]]).encode(),
-    "a tree of pairs that are none": messages.Tree(digest=NAME, files=[["x"]]).encode(),
     "a seat with a code tree that is not there": spawn("1", tree=NAME),
     "a seat with a path for a name": spawn("../../x"),
-    "a seat with a NUL in its name": spawn("a\0b"),
     "a seat with a bad environment": spawn("2", env={"A=B": "x\0y"}),
-    "a seat with a bad place": spawn("3", info={"no such field": [[[]]]}),
     "an answer": messages.Done().encode(),
-    "a result": messages.Result(parts=[]).encode(),
-    "a hello as a message": messages.ClientHello(protocol=1, received=0, lease=1.0).encode(),
 }
 
 
@@ -205,17 +192,11 @@ def test_the_other_processes_of_the_agent_survive_bad_seats(client: Client) -> N
 
 
 BAD_BYTES = {
-    "nothing": b"",
     "no frames": b"GET / HTTP/1.1\r\n\r\n" * 10,
     "an unknown kind": HEADER.pack(99, 0, 1, 0),
-    "a frame too large": HEADER.pack(DATA, 0, 1, LIMIT + 1),
     "half a frame": HEADER.pack(HEAD, 0, 1, 100) + b"x",
-    "a head longer than its frame": HEADER.pack(HEAD, 9, 1, 4) + b"abcd",
-    "no JSON": frame(HEAD, 1, b"\xff", 1),
     "an unknown message": frame(HEAD, 1, b'{"op":"x"}', 10),
-    "data of nothing": frame(DATA, 4_000_001, b"x"),
     "an acknowledgement of what was not sent": frame(ACK, 0, COUNT.pack(2**62)),
-    "a short count": frame(CREDIT, 1, b"x"),
     "hello again": frame(HELLO, 0, messages.ClientHello(protocol=VERSION, received=0, lease=1.0).encode()),
     "a hello of another version": frame(
         HELLO, 0, messages.ClientHello(protocol=VERSION + 1, received=0, lease=1.0).encode()
@@ -223,13 +204,13 @@ BAD_BYTES = {
 }
 
 
-@pytest.mark.parametrize("hello", [True, False], ids=["after hello", "before hello"])
-def test_bad_bytes_end_the_connection_and_not_the_agent(client: Client, hello: bool) -> None:
+def test_bad_bytes_end_the_connection_and_not_the_agent(client: Client) -> None:
     for name, data in BAD_BYTES.items():
         print(name, flush=True)  # what the agent heard last, if it is gone
-        with client.connected(hello=hello):
-            client.write(data)
-            client.write(frame(PING))
+        for hello in (True, False):
+            with client.connected(hello=hello):
+                client.write(data)
+                client.write(frame(PING))
     with client.connected():
         client.is_answered()
 

@@ -195,18 +195,6 @@ def test_every_byte_value_comes_back_unchanged(opened: Open) -> None:
     assert echo(opened("cat"), data) == data
 
 
-def test_many_buffers_arrive_in_order(opened: Open) -> None:
-    """A send takes a list of buffers, as many as there are, and says how much of it went."""
-    stream = opened("cat")
-    data = [bytes([number % 256]) * (1 + number % 7) for number in range(200)]
-    whole = b"".join(data)
-    sent = stream.send(data)
-    assert 0 < sent <= len(whole)
-    found: list[bytes] = []
-    exchange(stream, iter([whole[sent:]]), len(whole), found.append)
-    assert b"".join(found) == whole
-
-
 def test_12_mb_each_way_at_once(opened: Open) -> None:
     """Neither side waits for the other to read first."""
     data = os.urandom(MB) * 12
@@ -274,15 +262,6 @@ def test_a_command_that_fails_explains_itself(opened: Open, command: str, messag
     assert isinstance(error, sky.HostLost)
     assert (error.exit_code, bool(error.host)) == (3, True)
     assert re.fullmatch(message, error.message)
-
-
-def test_a_flood_of_stderr_takes_no_disk_and_its_end_is_kept(opened: Open) -> None:
-    """A host writes what it likes there, for as long as the session lasts."""
-    stream = opened("head -c 70000000 /dev/zero >&2; echo the reason >&2; exit 7")
-    assert rest(stream) == b""
-    assert temporary_bytes() < MB
-    assert isinstance(error := stream.explain(), sky.HostLost)
-    assert error.message.endswith("the reason")
 
 
 def test_a_flood_of_stderr_stops_nothing_in_an_open_pool(open_pool: Callable[..., sky.Compute]) -> None:

@@ -6,8 +6,9 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from contextlib import ExitStack
 
 import pytest
 from stage import traces
@@ -18,6 +19,7 @@ from skyfab.session import reader
 from skyfab.ui.events import CallStarted, Event, Output
 
 OpenPool = Callable[..., sky.Compute]
+Subscribe = Callable[[Callable[[Event], None]], object]
 
 
 @sky.function
@@ -31,12 +33,27 @@ def say(text: str) -> str:
     return text
 
 
+@pytest.fixture(scope="module")
+def pool() -> Iterator[sky.Compute]:
+    """For tests that leave it as it was."""
+    with sky.Compute("local", ui="none") as compute:
+        yield compute
+
+
 # ---- subscribers
 
 
+@pytest.fixture
+def subscribe(pool: sky.Compute) -> Iterator[Subscribe]:
+    """``subscribe(function)``: until the end of the test."""
+    with ExitStack() as stack:
+        yield lambda function: stack.callback(pool.events.subscribe(function))
+
+
 @pytest.mark.parametrize("kind", [CallStarted, Output])
-def test_a_subscriber_that_makes_a_call_and_waits_is_told_that_it_cannot(open_pool: OpenPool, kind: type) -> None:
-    pool = open_pool()
+def test_a_subscriber_that_makes_a_call_and_waits_is_told_that_it_cannot(
+    pool: sky.Compute, subscribe: Subscribe, kind: type
+) -> None:
     told: list[BaseException] = []
 
     def call(event: Event) -> None:
@@ -46,30 +63,28 @@ def test_a_subscriber_that_makes_a_call_and_waits_is_told_that_it_cannot(open_po
             except sky.UsageError as error:
                 told.append(error)
 
-    pool.events.subscribe(call)
+    subscribe(call)
     assert say("a line") >> pool == "a line"
     assert [identity(2) >> pool, (identity(3) > pool).result(170)] == [2, 3]
     assert "thread" in str(told[0])
 
 
-def test_a_subscriber_that_exits_ends_nothing(open_pool: OpenPool, capfd: pytest.CaptureFixture[str]) -> None:
-    pool = open_pool()
-
+def test_a_subscriber_that_exits_ends_nothing(
+    pool: sky.Compute, subscribe: Subscribe, capfd: pytest.CaptureFixture[str]
+) -> None:
     def leave(event: Event) -> None:
         if isinstance(event, Output):
             sys.exit(3)
 
-    unsubscribe = pool.events.subscribe(leave)
+    subscribe(leave)
     future = say("a line") > pool
     wait([future], timeout=170)
-    unsubscribe()
     assert future.result(0) == "a line"
     assert identity(1) >> pool == 1
     assert "a subscriber failed" in capfd.readouterr().err
 
 
-def test_a_subscriber_cannot_close_its_pool(open_pool: OpenPool) -> None:
-    pool = open_pool()
+def test_a_subscriber_cannot_close_its_pool(pool: sky.Compute, subscribe: Subscribe) -> None:
     told: list[BaseException] = []
 
     def close(event: Event) -> None:
@@ -79,7 +94,7 @@ def test_a_subscriber_cannot_close_its_pool(open_pool: OpenPool) -> None:
             except sky.UsageError as error:
                 told.append(error)
 
-    pool.events.subscribe(close)
+    subscribe(close)
     assert say("a line") >> pool == "a line"
     assert told
     assert identity(1) >> pool == 1
@@ -151,8 +166,7 @@ def _pipes_of(pool: sky.Compute) -> list[int]:
     return [fd for fd in (stream.fileno(), stream.sink()) if fd is not None]
 
 
-def test_a_forked_child_may_open_a_pool_of_its_own(open_pool: OpenPool) -> None:
-    pool = open_pool()
+def test_a_forked_child_may_open_a_pool_of_its_own(pool: sky.Compute) -> None:
 
     def own() -> object:
         with sky.Compute("local", ui="none") as mine:
@@ -165,8 +179,7 @@ def test_a_forked_child_may_open_a_pool_of_its_own(open_pool: OpenPool) -> None:
 # ---- numbers
 
 
-def test_message_numbers_begin_again_after_the_last_one(open_pool: OpenPool) -> None:
-    pool = open_pool()
+def test_message_numbers_begin_again_after_the_last_one(pool: sky.Compute) -> None:
     identity(0) >> pool
     connection = pool.hosts[0].session.connection
     nap = sky.function(time.sleep)(1.5) > pool

@@ -316,10 +316,6 @@ def test_a_program_that_stood_still_suspects_nobody(bench: Bench) -> None:
     assert bench.state is State.SUSPECT  # it has asked since, and nothing came
 
 
-def test_a_short_lease_has_a_short_interval() -> None:
-    assert Timing(lease=2).interval == 0.5
-
-
 def test_suspect_open_when_the_old_stream_answers(bench: Bench) -> None:
     bench.open()
     bench.pass_time(5)
@@ -768,13 +764,3 @@ def test_a_stream_that_raises_when_it_is_read_is_broken(bench: Bench) -> None:
     bench.reader.turn()
     bench.step()
     assert bench.listener.told == ["apart: the connection broke: reset"]
-
-
-def test_a_host_responds_while_something_came_lately(bench: Bench) -> None:
-    bench.open()
-    assert bench.connection.responds
-    assert bench.connection.last_received == bench.clock.now
-    bench.clock.now += 2.9
-    assert bench.connection.responds
-    bench.clock.now += 0.1
-    assert not bench.connection.responds

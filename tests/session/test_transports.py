@@ -559,17 +559,6 @@ def test_the_key_of_a_proxyjump_is_checked_too(
 
 
 @both
-def test_a_jump_may_be_an_alias_of_ssh_config(
-    namespaces: Lab, hosts_of: Hosts, by: str, known_hosts: Path, ssh_config: Callable[[str], None]
-) -> None:
-    ssh_config(alias(namespaces, "bastion", "node1"))
-    record(known_hosts, (namespaces["node1"].address, namespaces["node1"].host_key))
-    target = hosts_of(by, 2)[1]
-    with pool_of(replace(target, jump="bastion")) as compute:
-        assert (where() >> compute)[2] == namespaces["node1"].address
-
-
-@both
 def test_jump_none_goes_directly_whatever_ssh_config_says(
     namespaces: Lab, hosts_of: Hosts, by: str, known_hosts: Path, ssh_config: Callable[[str], None]
 ) -> None:

@@ -61,25 +61,23 @@ def raise_leaving() -> None:
     raise error
 
 
-@pytest.mark.parametrize(
-    "act",
-    [
-        lambda pool: sky.function(Leaves)() >> pool,
-        lambda pool: sky.function(Leaves)() @ pool,
-        lambda pool: pool.map(lambda _: Leaves(), range(3)),
-        lambda pool: next(sky.function(lambda: (yield Leaves()))() >> pool),
-        lambda pool: pool.actor(Maker).make(),
-        lambda pool: sky.function(raise_leaving)() >> pool,
-    ],
-)
-def test_a_result_that_exits_when_it_is_unpickled_is_an_error_of_its_call(
-    open_pool: OpenPool, act: Callable[[sky.Compute], object]
-) -> None:
+def test_a_result_that_exits_when_it_is_unpickled_is_an_error_of_its_call(open_pool: OpenPool) -> None:
     pool = open_pool("local", ranks=2)
-    with pytest.raises((sky.NotPicklable, sky.BroadcastError, sky.RemoteError)):
-        act(pool)
-    assert sky.function(late)("next", 0) @ pool == ["next", "next"]
-    assert sky.function(late)("next", 0) >> pool == "next"
+    acts: dict[str, Callable[[], object]] = {
+        "run": lambda: sky.function(Leaves)() >> pool,
+        "broadcast": lambda: sky.function(Leaves)() @ pool,
+        "map": lambda: pool.map(lambda _: Leaves(), range(3)),
+        "generator": lambda: next(sky.function(lambda: (yield Leaves()))() >> pool),
+        "actor": lambda: pool.actor(Maker).make(),
+        "actors submit": lambda: pool.actor(Maker).make.submit().result(170),
+        "executor": lambda: pool.executor().submit(Leaves).result(),
+        "exception": lambda: sky.function(raise_leaving)() >> pool,
+    }
+    for way, act in acts.items():
+        with pytest.raises((sky.NotPicklable, sky.BroadcastError, sky.RemoteError)):
+            pytest.fail(f"{way}: {act()!r}")
+        assert sky.function(late)("next", 0) @ pool == ["next", "next"]
+        assert sky.function(late)("next", 0) >> pool == "next"
 
 
 def test_a_forked_child_of_a_function_ends_as_a_program_would(open_pool: OpenPool) -> None:

@@ -171,15 +171,10 @@ def test_functions_runs_and_shells_find_the_cache(
         assert cache_variable() @ other == [""] * 3
     known = inventory(tmp_path / "inventory.toml", list(lab_hosts(lab)))
     (tmp_path / "show.py").write_text("import os\nprint(os.environ['HF_HUB_CACHE'])\n")
-    for words in (
-        ["run", "--hosts=node1", "show.py"],
-        ["exec", "--no-env", "node1", "--", "echo $HF_HUB_CACHE"],
-        ["ssh", "node1", "--", "echo $HF_HUB_CACHE"],
-    ):
-        done = skyfab(tmp_path, *words, inventory=known)
-        assert done.stdout.split()[-1:] == [expected], (words, done)
-    done = skyfab(tmp_path, "ssh", "node1", "--", "HF_HOME=/x; echo $HF_HOME", inventory=known)
-    assert done.stdout == "/x\n"
+    done = skyfab(tmp_path, "run", "--hosts=node1", "show.py", inventory=known)
+    assert done.stdout.split()[-1:] == [expected], done
+    done = skyfab(tmp_path, "ssh", "node1", "--", "echo $HF_HUB_CACHE; HF_HOME=/x; echo $HF_HOME", inventory=known)
+    assert done.stdout.split() == [expected, "/x"], done
 
 
 def lab_hosts(lab: Lab) -> list[sky.Host]:
@@ -295,13 +290,9 @@ def test_the_command(lab: Lab, hub: Hub, internet: Internet, model: dict[str, by
     path = "/root/.cache/skyfab/fetched/model-1.safetensors"
     assert [line.rpartition(" ")[2] for line in done.stdout.splitlines()] == [path, path]
     assert lab["node2"].path(path).read_bytes() == model["model-1.safetensors"]
-    for words, code, said in (
-        ([url], 2, f"hint: write {url}#sha256=HEX"),
-        ([f"{url}#sha256={'0' * 64}"], 1, f"has another sha256: expected {'0' * 64}, found {digest}"),
-        (["hf://org/modell"], 2, "hint: did you mean org/model?"),
-    ):
-        done = skyfab(tmp_path, "fetch", *words, "--hosts=node1", inventory=known)
-        assert (done.returncode, said in done.stderr) == (code, True), done
+    done = skyfab(tmp_path, "fetch", f"{url}#sha256={'0' * 64}", "--hosts=node1", inventory=known)
+    assert done.returncode == 1
+    assert f"has another sha256: expected {'0' * 64}, found {digest}" in done.stderr
     hub.__exit__(None, None, None)
     done = skyfab(tmp_path, "fetch", "hf://org/model", "--hosts=node1", inventory=known)
     assert done.returncode == 3

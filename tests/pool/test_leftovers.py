@@ -558,6 +558,28 @@ def test_what_functions_leave_to_atexit_is_done_when_the_pool_closes(
     clean()
 
 
+def test_what_runs_when_the_pool_closes_has_time_to_save(
+    open_pool: Callable[..., sky.Compute], spot: Spot, clean: Callable[[], None]
+) -> None:
+    @sky.function
+    def train(path: str) -> None:
+        def save(*_: object) -> None:
+            time.sleep(0.5)
+            leave(path + ".saved")
+            raise SystemExit(0)
+
+        signal.signal(signal.SIGTERM, save)
+        leave(path + ".waits")
+        time.sleep(600)
+
+    pool = open_pool("openssh", count=1, lease=600)
+    pool.submit(train(spot / "train"), on="all")
+    spot.wait("train.waits")
+    pool.close()
+    assert spot.notes("train.saved")
+    clean()
+
+
 def test_two_pools_on_one_host_do_not_disturb_each_other(
     hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot
 ) -> None:

@@ -280,3 +280,8 @@ def test_where_no_host_answers_the_network_here_is_suspected(
     assert state.detail.startswith("no heartbeat")
     assert ("is your network up" in state.detail) is ours
     assert state.limit == (10 if "responds" in others else 60)
+
+
+def test_a_host_that_is_back_is_told(node: Any, found: list[Event]) -> None:
+    node.on_reconnect(2.04)
+    assert found == [HostState(host="node1", state="ready", detail="back after 2.0 s")]

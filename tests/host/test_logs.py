@@ -287,6 +287,20 @@ def test_a_file_that_has_grown_large_is_followed_by_another(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["0.out", "0.out.1"]
 
 
+def test_a_process_that_writes_more_than_its_client_takes_waits(
+    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyfab.host.agent.logs._MOST", 100_000)
+    with opened(pair, tmp_path / "0.out") as log:
+        os.set_blocking(log.sink, False)
+        with contextlib.suppress(BlockingIOError):  # the client takes nothing
+            while True:
+                os.write(log.sink, bytes(50_000))
+                log.drain()
+        assert log.stopped
+        assert (tmp_path / "0.out").stat().st_size < 64 * 1024 * 1024
+
+
 def test_a_full_disk_does_not_end_an_agent_that_writes_its_own_log() -> None:
     """It says there that a connection has ended, at any moment."""
     script = (

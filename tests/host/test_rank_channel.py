@@ -140,6 +140,12 @@ def test_rubbish_harms_nobody(star: Star, rubbish: bytes) -> None:
     assert star.head.ranks == {1}
 
 
+def test_peers_that_say_nothing_are_dropped(star: Star, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rank_channel, "_GREETING", 0.2)
+    stranger = star.stranger()
+    assert is_dropped(stranger)
+
+
 def test_many_peers_that_say_nothing_keep_no_rank_out(star: Star) -> None:
     """The oldest ones are dropped, although their time is not over."""
     strangers = [star.stranger() for _ in range(rank_channel._MOST_UNPROVEN + 20)]

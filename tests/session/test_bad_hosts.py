@@ -36,6 +36,7 @@ _users = itertools.count(1)
 
 # Lambdas travel by value: they need none of this project's files on the host.
 add = sky.function(lambda one, two: one + two)
+home_folder = sky.function(lambda: os.environ["HOME"])
 size = sky.function(lambda data: memoryview(data).nbytes)
 
 
@@ -231,6 +232,13 @@ def test_an_account_that_may_not_log_in(
     new_user: Callable[..., sky.Host], transport: str, shell: str, says: str
 ) -> None:
     is_clear(failure(new_user(transport, shell)), sky.HostUnfit, says)
+
+
+@both
+def test_a_home_folder_with_spaces_and_quotes(new_user: Callable[..., sky.Host], transport: str) -> None:
+    place = f'/home/o\'brien "the {transport}" $HOME; `x` *ü'
+    with sky.Compute([new_user(transport, home=place)], ui="none", image=ALONE) as compute:
+        assert home_folder() >> compute == place
 
 
 @both

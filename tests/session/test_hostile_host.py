@@ -361,6 +361,15 @@ def test_a_host_that_announces_ever_more_processes_is_refused_before_it_costs_an
         writer.join()
 
 
+@pytest.mark.timeout(30)
+def test_processes_that_have_ended_are_not_remembered_for_ever() -> None:
+    """A pool that has many gangs, one after the other, goes on."""
+    with opened() as (session, puppet, _):
+        assert outcome(session, puppet, logs(2_000, ended=True) + head(1, messages.Done())) == messages.Done()
+        replies = session.connection.replies
+        assert len(replies._output) == len(replies._streams) == len(replies._ended) <= 1024
+
+
 def test_a_host_that_answers_and_never_acknowledges_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What it does not acknowledge is kept here, to be sent again: without a limit, that fills the memory."""
     monkeypatch.setattr("skyfab.protocol.mux.MOST_UNACKED", 500_000)

@@ -104,6 +104,19 @@ with sky.Compute(sys.argv[1]) as compute:
 """
 
 
+@pytest.mark.parametrize("by", ["openssh"])
+def test_a_password_is_asked_for_once_whatever_connects(hosts: Lab, inventory: Path) -> None:
+    """The pool, its Fabric connection, a reconnect, and the next pool of the program."""
+    (inventory.parent / "program.py").write_text(PROGRAM)
+    with Typist([sys.executable, "program.py", "node1"], inventory.parent) as person:
+        person.sees(PASSWORD)
+        person.types(hosts.password)
+        for number in ("first", "second", "third", "fourth"):
+            person.sees(f"{number} pat")
+        assert person.ends() == 0
+        assert person.said.count("Password:") == 1
+
+
 @both
 def test_a_jump_host_may_ask_for_a_password(hosts: Lab, inventory: Path) -> None:
     with at_terminal(inventory, "exec", "behind", "--", "hostname") as person:

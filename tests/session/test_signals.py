@@ -590,6 +590,12 @@ def test_alarms_at_random_moments(open_pool: Callable[..., sky.Compute], tmp_pat
 
 
 @pytest.mark.soak
+def test_ten_thousand_alarms(open_pool: Callable[..., sky.Compute], tmp_path: Path) -> None:
+    pool = open_pool(count=2, slots=2, ui="plain")
+    alarms(pool, 10_000, actions_on(pool, tmp_path))
+
+
+@pytest.mark.soak
 @pytest.mark.torch
 def test_ten_thousand_alarms_with_a_device(open_pool: Callable[..., sky.Compute], tmp_path: Path) -> None:
     import torch

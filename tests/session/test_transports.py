@@ -33,6 +33,7 @@ from skyfab.ssh.fabric import Fabric
 from skyfab.ssh.logins import ServerBusy
 from skyfab.ssh.openssh import OpenSSH, _is_since, explain
 from skyfab.ssh.process import ProcessStream
+from skyfab.ssh.prompts import Prompts, places
 from skyfab.ui.prompt import TERMINAL
 
 pytestmark = pytest.mark.lab
@@ -262,6 +263,15 @@ def test_a_command_that_fails_explains_itself(opened: Open, command: str, messag
     assert isinstance(error, sky.HostLost)
     assert (error.exit_code, bool(error.host)) == (3, True)
     assert re.fullmatch(message, error.message)
+
+
+def test_a_flood_of_stderr_takes_no_disk_and_its_end_is_kept(opened: Open) -> None:
+    """A host writes what it likes there, for as long as the session lasts."""
+    stream = opened("head -c 7000000 /dev/zero >&2; echo the reason >&2; exit 7")
+    assert rest(stream) == b""
+    assert temporary_bytes() < MB
+    assert isinstance(error := stream.explain(), sky.HostLost)
+    assert error.message.endswith("the reason")
 
 
 def test_a_flood_of_stderr_stops_nothing_in_an_open_pool(open_pool: Callable[..., sky.Compute]) -> None:
@@ -676,6 +686,24 @@ def test_a_password_is_asked_for_once_and_shows_nowhere(
     assert secret not in shown
     assert caplog.records, "paramiko was heard, or ssh's command line"
     assert secret not in caplog.text
+
+
+def test_a_password_is_for_one_port_and_one_way_alone(person: Callable[..., Person]) -> None:
+    """Behind a forwarded port, or another jump host, the same address is another machine."""
+    gateway = sky.Host(name="a", address="10.0.0.1", port=2201, user="ada")
+    bastion = sky.Host(name="b", address="10.0.0.2")
+    pat = person("first", "second", "third")
+    ways = [[gateway], [replace(gateway, port=2202)], [bastion, gateway]]
+    logins = [Prompts() for _ in range(2)]
+    try:
+        for login in logins:
+            found = [login.answer(places(way, "ada")[-1], "Password: ") for way in ways]
+            assert found == ["first", "second", "third"]
+        assert len(set(pat.prompts)) == 2, "each names the address and the port"
+        assert len(pat.prompts) == 3
+    finally:
+        for login in logins:
+            login.refused()
 
 
 def _bytes(path: Path) -> bytes:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import random
+import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
@@ -69,6 +72,19 @@ def test_a_subscriber_that_makes_a_call_and_waits_is_told_that_it_cannot(
     assert "thread" in str(told[0])
 
 
+def test_a_subscriber_may_start_a_call_and_leave_it(pool: sky.Compute, subscribe: Subscribe) -> None:
+    futures: list[object] = []
+
+    def call(event: Event) -> None:
+        if isinstance(event, Output) and not futures:
+            futures.append(identity(5) > pool)
+
+    subscribe(call)
+    say("a line") >> pool
+    (future,) = futures
+    assert future.result(170) == 5  # type: ignore[attr-defined]
+
+
 def test_a_subscriber_that_exits_ends_nothing(
     pool: sky.Compute, subscribe: Subscribe, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -109,6 +125,55 @@ def test_an_answer_that_cannot_be_handled_keeps_no_other_waiting(capfd: pytest.C
     reader.run([fail, lambda: ran.append(1)])
     assert ran == [1]
     assert "RecursionError" in capfd.readouterr().err
+
+
+# ---- Ctrl-C
+
+
+def interrupted(work: Callable[[], object], *, lasting: float, seed: int) -> int:
+    """Does the work again and again, with SIGINT for the main thread at random moments; returns how many came.
+
+    None is sent but while the work is tried, and the next one only after that has been caught: none can escape.
+    """
+    expected, over, chance = threading.Event(), threading.Event(), random.Random(seed)
+
+    def send() -> None:
+        while not over.wait(chance.uniform(0, 0.01)):
+            if expected.is_set():
+                expected.clear()
+                os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    caught, deadline = 0, time.monotonic() + lasting
+    while True:
+        try:
+            while time.monotonic() < deadline:
+                expected.set()
+                work()
+            over.set()
+            thread.join()
+            time.sleep(0.01)  # for the last one
+            return caught
+        except KeyboardInterrupt:
+            caught += 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # those that a weak reference's end met
+@pytest.mark.parametrize("how", ["run", "submit"])
+@pytest.mark.slow
+def test_an_interrupt_at_any_moment_leaves_the_pool_whole(open_pool: OpenPool, how: str) -> None:
+    pool = open_pool("local", ranks=2, host={"slots": 2})
+    identity(0) @ pool
+    ways: dict[str, Callable[[], object]] = {
+        "run": lambda: identity(1) >> pool,
+        "submit": lambda: (identity(1) > pool).result(),
+    }
+    caught = interrupted(ways[how], lasting=3, seed=7)
+    assert caught > 5
+    assert [identity(n) >> pool for n in range(20)] == list(range(20))
+    assert wait([identity(n) > pool for n in range(20)], timeout=170).not_done == set()
+    assert identity(1) @ pool == [1, 1]
 
 
 # ---- fork

@@ -10,7 +10,7 @@ from stage.messages import filled
 import skyfab as sky
 from skyfab.protocol import VERSION, messages
 from skyfab.session import replies as module
-from skyfab.session.replies import PendingRequest, Replies
+from skyfab.session.replies import PendingRequest, Replies, Reply
 
 
 class Listener:
@@ -123,6 +123,22 @@ def test_the_end_fails_every_request_after_the_host_is_lost(stage: Stage) -> Non
     assert stage.replies.pending == {}
     stage.replies.end(error, lost=None)
     assert stage.replies.take() == []
+
+
+def test_a_reply_is_there_once_it_was_received_or_never_will_be() -> None:
+    found: list[bool] = []
+    first, second = (Reply(lambda: found.append(True)) for _ in range(2))
+    for reply in (first, second):
+        assert not reply.is_there
+        assert reply.stream == 0
+        reply.sent(5)
+        assert reply.stream == 5
+    first.answered(messages.Done(), [])
+    second.failed(sky.HostLost("gone", host="node1"))
+    assert first.is_there and second.is_there and found == [True, True]
+    assert first.wait() == (messages.Done(), [])
+    with pytest.raises(sky.HostLost, match="gone"):
+        second.wait()
 
 
 # ---- hello

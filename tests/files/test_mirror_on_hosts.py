@@ -80,7 +80,7 @@ class Watch:
         while not self._over.wait(0.02):
             for path in self._folder.glob("*.bin"):
                 content = path.read_bytes()
-                if len(content) not in self._sizes or len(set(content)) != 1:
+                if len(content) not in self._sizes or content != content[:1] * len(content):
                     self.wrong.append(f"{path.name}: {len(content)} bytes, {set(content)}")
                 if path.name not in self.seen:
                     self.seen.append(path.name)
@@ -93,7 +93,7 @@ def test_files_come_whole_while_they_are_written(here: Path, open_pool: Callable
     events: list[Event] = []
     pool.events.subscribe(events.append)
     with Watch(here / "results" / "ckpt", {size}) as watch, pool.mirror("ckpt", to="results") as mirror:
-        future = sky.function(train)(3, size, 2) > pool
+        future = sky.function(train)(3, size, 4) > pool
         until(lambda: "slow0.bin" in watch.seen and "renamed0.bin" in watch.seen, 60)
         assert not future.done(), "they are here before the function returns"
         assert not (here / "results" / "ckpt" / "log.txt").exists(), "it is being written"

@@ -35,32 +35,6 @@ def test_convolutions_keep_channels_last(device: Any) -> None:
         assert all(one.is_contiguous(memory_format=memory_format) for one in found[1][:2])
 
 
-@pytest.mark.parametrize(
-    ("left", "right", "ends"),
-    [((6, 8), (2, 8, 4), [2, 6]), ((2, 6, 8), (2, 8, 4), None), ((8, 8), (8, 4), [4, 8])],
-)
-def test_grouped_products_of_float32(device: Any, left: Any, right: Any, ends: Any) -> None:
-    a, b = torch.randn(left), torch.randn(right)
-    offs = None if ends is None else torch.tensor(ends, dtype=torch.int32)
-    expected = torch._grouped_mm(a, b, offs=offs)
-    found = torch._grouped_mm(a.to(device), b.to(device), offs=None if offs is None else offs.to(device))
-    torch.testing.assert_close(found.cpu(), expected)
-
-
-def test_bags_with_indices_and_offsets_of_two_dtypes(device: Any) -> None:
-    bag = nn.EmbeddingBag(10, 3, mode="max")
-    indices, offsets = torch.tensor([1, 2, 4]), torch.tensor([0, 2], dtype=torch.int32)
-    expected = bag(indices, offsets)
-    expected.sum().backward()
-    gradient = bag.weight.grad.clone()
-    bag.zero_grad()
-    bag = bag.to(device)
-    found = bag(indices.to(device), offsets.to(device))
-    found.sum().backward()
-    torch.testing.assert_close(found.cpu(), expected)
-    torch.testing.assert_close(bag.weight.grad.cpu(), gradient)
-
-
 def test_what_torch_accelerator_asks(device: Any) -> None:
     kept = torch.ones(1000, device=device)
     torch.accelerator.synchronize()

@@ -218,16 +218,6 @@ def test_only_one_program_uses_it(
     assert attach("lab")[1]["x"].tolist() == [1, 1, 1]
 
 
-def test_attached_twice_in_one_program_is_the_same_device(pool: Any, attach: Attach) -> None:
-    """As when a cell of a notebook is executed again."""
-    compute = pool()
-    device = compute.device("cpu", name="lab")
-    assert compute.device("cpu", name="lab") == device
-    sky.keep(device, x=torch.ones(3, device=device))
-    found, kept = attach("lab")
-    assert found == device and kept["x"].tolist() == [1, 1, 1]
-
-
 def test_a_connection_that_breaks(pool: Any, attach: Attach, lent_lab: Lab) -> None:
     """As when a laptop is closed: the program loses the device, and the device keeps what it has."""
     if lent_lab.kind != "namespace":
@@ -354,9 +344,16 @@ def test_what_is_kept(pool: Any, attach: Attach) -> None:
     assert row[2].item() == turned[2, 1].item() == 100, "they share memory as before"
 
 
-def test_what_cannot_be_kept(pool: Any) -> None:
+def test_a_program_that_attaches_twice_has_the_same_device_and_cannot_keep_everything(
+    pool: Any, attach: Attach
+) -> None:
+    """It attaches twice when a cell of a notebook is executed again."""
     compute = pool()
     device = compute.device("cpu", name="lab")
+    assert compute.device("cpu", name="lab") == device
+    sky.keep(device, x=torch.ones(3, device=device))
+    found, kept = attach("lab")
+    assert found == device and kept["x"].tolist() == [1, 1, 1]
     with pytest.raises(sky.DeviceError, match="cannot contain a set"):
         sky.keep(device, x={1, 2})
     with pytest.raises(sky.UsageError, match="ends with the program"):

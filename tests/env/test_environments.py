@@ -396,7 +396,7 @@ def test_variables_reach_the_function_and_nothing_else(fresh: Callable[..., list
 
 @pytest.mark.torch
 @pytest.mark.timeout(330)  # torch is sent and installed
-@pytest.mark.slow
+@pytest.mark.soak
 def test_a_model_is_trained_in_an_environment_made_for_it_and_comes_back(
     namespaces: Lab, tmp_path: Path, torch_wheels: str
 ) -> None:

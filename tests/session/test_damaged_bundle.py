@@ -57,14 +57,14 @@ def test_a_copy_of_empty_files_is_replaced(copy: Path, cache: Path) -> None:
 def test_a_missing_file_and_one_that_is_cut_off_are_replaced_before_a_question_is_answered(
     copy: Path, cache: Path
 ) -> None:
-    (copy / "skyfab/host/ask/serve.py").unlink()
-    lines = (copy / "sizes").read_text().splitlines(keepends=True)
-    for _ in range(2):
+    module, sizes = copy / "skyfab/host/ask/serve.py", copy / "sizes"
+    half = sizes.read_text()[: sizes.stat().st_size // 2].rpartition("\n")[0] + "\n"
+    for damage in (module.unlink, lambda: sizes.write_text(half)):
+        damage()
         question = Question("survey", lambda host, replies: only(replies))
         with Asker([here(cache)], Inventory(hosts={})) as asker:
             assert asker.ask(question)[0].error is None
-        assert (copy / "skyfab/host/ask/serve.py").exists()
-        (copy / "sizes").write_text("".join(lines[: len(lines) // 2]))
+        assert module.exists() and sizes.read_text() != half
 
 
 def test_a_copy_that_is_whole_is_not_sent_again(copy: Path, cache: Path) -> None:

@@ -13,6 +13,7 @@ from skyfab.env import uv
 from skyfab.env.facts import Target
 from skyfab.env.resolve import LockError
 from skyfab.env.sdists import Source, is_built
+from skyfab.protocol.blobs import name_of
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -54,6 +55,38 @@ def test_a_wheel_is_built_again_when_its_source_is_another(tmp_path: Path) -> No
     (tmp_path / "more.py").touch()
     assert len({*keys, folder.key}) == len(keys) + 1
     assert Source("a", "https://me:pw@x/a", sha256="1").key == keys[0], "whoever may read it"
+
+
+def test_a_folder_an_archive_and_a_commit_are_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    places: list[str] = []
+    commands: list[tuple[str, ...]] = []
+
+    def build(*arguments: str, **_: object) -> str:
+        out = Path(arguments[arguments.index("--out-dir") + 1])
+        out.mkdir()
+        (out / "a-1.0-py3-none-any.whl").touch()
+        places.append(arguments[-1])
+        return ""
+
+    def git(*command: str, **_: object) -> str:
+        commands.append(command)
+        return ""
+
+    monkeypatch.setattr(uv, "run_uv", build)
+    monkeypatch.setattr(uv, "run", git)
+    archive = tmp_path / "a.tar.gz"
+    archive.write_text("archive")
+    sha256 = name_of(b"archive")
+    for source in (
+        Source("a", tmp_path.as_uri(), inner="py"),
+        Source("a", archive.as_uri(), sha256=sha256),
+        Source("a", "https://g/a", commit="c0ffee", inner="py"),
+    ):
+        assert source.wheel(Target(system="Linux", arch="x86_64", libc="", python="3.11")).version == "1.0"
+    assert places[:2] == [f"{tmp_path}/py", str(cache_folder() / "wheels" / sha256 / "a.tar.gz")]
+    assert places[2].endswith("/clone/py")
+    assert [command[1] for command in commands] == ["clone", "checkout", "submodule"]
+    assert "https://g/a" in commands[0] and commands[1][-1] == "c0ffee"
 
 
 @pytest.fixture

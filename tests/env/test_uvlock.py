@@ -10,6 +10,7 @@ import pytest
 from skyfab.calls.image import PipIndex
 from skyfab.env import uv
 from skyfab.env.facts import Target
+from skyfab.env.resolve import LockError
 from skyfab.env.uvlock import read_pins
 
 HOST = Target(system="Linux", arch="x86_64", libc="glibc 2.36", python="3.11")
@@ -93,3 +94,19 @@ def test_an_index_that_the_lock_names_for_a_package_is_kept(exported: list[Any],
     pins = read_pins(lock_in(tmp_path, lock=f'    {{ name = "torch", index = "{TORCH}" }},\n'), HOST)
     assert pins.indexes == (PipIndex(TORCH, ("torch",)),)
     assert "torch==2.5.0+cpu" in pins.constraints and "plain==4.0+cpu" in pins.constraints
+
+
+def test_a_lock_that_cannot_be_read(exported: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(LockError, match=r"cannot read the lock .*: No such file or directory"):
+        read_pins(str(tmp_path / "uv.lock"), HOST)
+    (tmp_path / "uv.lock").write_bytes(b"\xff")
+    with pytest.raises(LockError, match=r"cannot read the lock .*: 'utf-8' codec"):
+        read_pins(str(tmp_path / "uv.lock"), HOST)
+
+    def fail(*_: object, **__: object) -> str:
+        raise uv.UvFailed("no")
+
+    monkeypatch.setattr(uv, "run_uv", fail)
+    with pytest.raises(LockError, match=r"uv\.lock: no") as raised:
+        read_pins(lock_in(tmp_path, lock="broken"), HOST)
+    assert raised.value.hint == "run uv lock to recreate it"

@@ -40,12 +40,6 @@ def needs(*modules: str) -> pytest.MarkDecorator:
     return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
 
 
-def here_and_there(test: Callable[..., None]) -> Callable[..., None]:
-    """On two hosts, and in the soak on two ranks of this machine too."""
-    there = pytest.param("node1,node2", marks=pytest.mark.lab, id="hosts")
-    return pytest.mark.parametrize("hosts", [pytest.param("", marks=pytest.mark.soak, id="local"), there])(test)
-
-
 def percent(line: str) -> int:
     """The last percentage of a line."""
     return int(re.findall(r"(\d+)%", line)[-1])
@@ -66,10 +60,11 @@ def of_ranks(lines: list[str], hosts: str = "") -> dict[str, list[str]]:
 
 
 @needs("torch")
-@here_and_there
+@pytest.mark.lab
 @pytest.mark.slow
-def test_ddp_trains_one_model(run: Run, hosts: str) -> None:
+def test_ddp_trains_one_model(run: Run) -> None:
     """Each rank has other images and so another loss, and all have the same weights."""
+    hosts = "node1,node2"
     before, *lines, ranks, after = run("ddp", hosts)
     assert percent(before) < 30 and percent(after) > 85
     for said in of_ranks(lines, hosts).values():
@@ -101,9 +96,10 @@ def test_models_of_shards_become_one(run: Run) -> None:
 
 
 @needs("jax")
-@here_and_there
+@pytest.mark.lab
 @pytest.mark.slow
-def test_jax_is_one_program_over_all_ranks(run: Run, hosts: str) -> None:
+def test_jax_is_one_program_over_all_ranks(run: Run) -> None:
+    hosts = "node1,node2"
     *lines, ranks, after = run("jax_shards", hosts)
     for number, said in enumerate(of_ranks(lines, hosts).values()):
         assert said[-1].startswith(f"process {number} of 2: ")

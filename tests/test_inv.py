@@ -5,7 +5,6 @@ The set-ups run the real ./inv with the real uv, offline, against an index that 
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import runpy
@@ -21,8 +20,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from skyfab.env.pipconf import NO_INDEX, pip_settings, uv_environment
-
 pytestmark = pytest.mark.programs
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -33,79 +30,6 @@ NO_FILES = {"PIP_CONFIG_FILE": os.devnull}
 
 
 # pip's configuration
-
-
-@pytest.mark.parametrize(
-    ("said", "expected"),
-    [
-        ({}, {}),
-        ({"PIP_INDEX_URL": "https://m.example/simple"}, {"UV_DEFAULT_INDEX": "https://m.example/simple"}),
-        (
-            {"PIP_EXTRA_INDEX_URL": "https://a.example/s\n  file:///srv/simple"},
-            {"UV_INDEX": "https://a.example/s file:///srv/simple", "UV_INDEX_STRATEGY": "unsafe-best-match"},
-        ),
-        ({"PIP_TRUSTED_HOST": "a.example  b.example:8443"}, {"UV_INSECURE_HOST": "a.example b.example:8443"}),
-        ({"PIP_CERT": "/etc/lab.pem"}, {"SSL_CERT_FILE": "/etc/lab.pem"}),
-        ({"PIP_CERT": "/"}, {"SSL_CERT_DIR": "/"}),
-        ({"PIP_CLIENT_CERT": "/etc/me.pem"}, {"SSL_CLIENT_CERT": "/etc/me.pem"}),
-        ({"PIP_DEFAULT_TIMEOUT": "7.6"}, {"UV_HTTP_TIMEOUT": "7"}),
-        ({"PIP_TIMEOUT": "soon"}, {}),
-        ({"PIP_PROXY": "http://p:1"}, {"HTTPS_PROXY": "http://p:1", "HTTP_PROXY": "http://p:1"}),
-        ({"PIP_FIND_LINKS": "/ https://m.example/wheels"}, {"UV_FIND_LINKS": "file:///,https://m.example/wheels"}),
-        ({"PIP_FIND_LINKS": "/no/such/folder"}, {}),
-        ({"PIP_NO_INDEX": "yes", "PIP_EXTRA_INDEX_URL": "https://a.example"}, {"UV_DEFAULT_INDEX": NO_INDEX}),
-        ({"PIP_INDEX_URL": ""}, {}),
-    ],
-)
-def test_each_setting_of_pip_has_its_words_in_uv(said: dict[str, str], expected: dict[str, str]) -> None:
-    assert uv_environment({**NO_FILES, **said}) == expected
-
-
-@pytest.mark.parametrize("name", ["UV_DEFAULT_INDEX", "UV_INDEX_URL"])
-def test_what_uv_was_told_directly_wins(name: str) -> None:
-    said = {**NO_FILES, "PIP_INDEX_URL": "https://pip.example/simple", name: "https://uv.example/simple"}
-    assert uv_environment(said) == {}
-
-
-def test_later_files_win_and_variables_win_over_files(tmp_path: Path) -> None:
-    def write(name: str, index: str, section: str = "global") -> Path:
-        path = tmp_path / name / "pip.conf"
-        path.parent.mkdir(parents=True)
-        path.write_text(f"[{section}]\nindex_url = https://{index}.example\n")
-        return path
-
-    environ = {"HOME": str(tmp_path), "VIRTUAL_ENV": str(tmp_path / "venv")}
-
-    def index() -> str:
-        return pip_settings(environ)["index-url"].removeprefix("https://").removesuffix(".example")
-
-    write(".pip", "legacy")
-    assert index() == "legacy"
-    write(".config/pip", "user")
-    assert index() == "user"
-    write("venv", "site")
-    assert index() == "site"
-    environ["PIP_CONFIG_FILE"] = str(write("chosen", "chosen"))
-    assert index() == "chosen"
-    environ["PIP_CONFIG_FILE"] = str(write("command", "command", section="install"))
-    assert index() == "command"
-    environ["PIP_INDEX_URL"] = "https://variable.example"
-    assert index() == "variable"
-
-
-def test_a_broken_pip_conf_is_named(tmp_path: Path) -> None:
-    broken = tmp_path / "pip.conf"
-    broken.write_text("index-url = there is no section above\n")
-    with pytest.raises(ValueError, match=str(broken)):
-        uv_environment({"PIP_CONFIG_FILE": str(broken)})
-
-
-def test_the_printed_exports_survive_a_shell() -> None:
-    hostile = "https://u:p$(exit 9)'\"`;&@m.example/simple"
-    script = 'eval "$("$0" -I "$1")" && printf %s "$UV_DEFAULT_INDEX"'
-    command = ["sh", "-c", script, sys.executable, str(ROOT / "skyfab" / "env" / "pipconf.py")]
-    environ = {**NO_FILES, "PATH": os.defpath, "PIP_INDEX_URL": hostile}
-    assert subprocess.run(command, env=environ, capture_output=True, text=True, check=True).stdout == hostile
 
 
 # ./inv
@@ -239,14 +163,6 @@ def test_without_a_gpu_no_cuda_is_installed(checkout: Checkout) -> None:
     assert bool(checkout.installed("nvidia_everything")) == HAS_GPU
 
 
-def test_a_cpu_build_in_an_extra_index_is_found(checkout: Checkout, tmp_path: Path) -> None:
-    wheel(tmp_path / "extra" / "torch", "torch", "2.14.0+cpu")
-    checkout.environ |= {"PIP_EXTRA_INDEX_URL": (tmp_path / "extra").as_uri(), "PIP_FIND_LINKS": ""}
-    done = checkout.inv()
-    assert done.returncode == 0, done.stderr
-    assert checkout.installed("torch") == ["torch-3.0" if HAS_GPU else "torch-2.14.0+cpu"]
-
-
 @pytest.mark.skipif(HAS_GPU, reason="with a GPU the torch of the index is wanted")
 def test_without_a_cpu_build_the_index_has_torch(checkout: Checkout) -> None:
     """As on a machine that reaches PyPI alone: its torch is built for CUDA, and works without a GPU too."""
@@ -269,16 +185,6 @@ def test_without_any_torch_it_ends_at_once_with_the_way_out(checkout: Checkout) 
     assert checkout.installed("invoke") == []
 
 
-def test_a_changed_file_refreshes_in_place(checkout: Checkout) -> None:
-    checkout.inv()
-    wheel(checkout.index / "invoke", "invoke", "2.3", files={"invoke.py": INVOKE}, scripts="invoke = invoke:main")
-    (checkout.folder / "constraints.txt").write_text("invoke>=2.3\n")
-    again = checkout.inv()
-    assert "inv: installing" in again.stderr
-    assert "inv: making" not in again.stderr
-    assert checkout.installed("invoke") == ["invoke-2.3"]
-
-
 def test_an_interrupted_set_up_is_done_again(checkout: Checkout) -> None:
     running = checkout.start()
     until((checkout.folder / ".venv").exists)
@@ -297,50 +203,11 @@ def test_two_at_once_make_one_environment(checkout: Checkout) -> None:
     assert sum("inv: making .venv" in err for _, err in ends) == 1
 
 
-def test_a_moved_checkout_is_set_up_where_it_is(checkout: Checkout, tmp_path: Path) -> None:
-    checkout.inv()
-    checkout.folder = checkout.folder.rename(tmp_path / "elsewhere")
-    done = checkout.inv("train")
-    assert "inv: making .venv" in done.stderr
-    assert done.stdout.endswith("|train\n")
-    assert checkout.installed("invoke") == ["invoke-2.2"]
-
-
-@pytest.mark.parametrize("change", [{"HOME": ""}, {"HOME": "/proc/nowhere"}, {"XDG_CACHE_HOME": "/proc/nowhere"}])
-def test_a_home_that_cannot_be_written_is_not_needed(checkout: Checkout, change: dict[str, str]) -> None:
-    checkout.environ |= change
+def test_a_home_that_cannot_be_written_is_not_needed(checkout: Checkout) -> None:
+    checkout.environ["HOME"] = "/proc/nowhere"
     done = checkout.inv()
     assert done.returncode == 0, done.stderr
     assert (checkout.folder / ".inv" / "cache").is_dir()
-
-
-def test_without_python_it_says_what_to_install(checkout: Checkout, tmp_path: Path) -> None:
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in ("sh", "cat", "cksum", "id", "readlink"):
-        (tools / name).symlink_to(str(shutil.which(name)))
-    checkout.environ["PATH"] = str(tools)
-    done = checkout.inv()
-    assert done.returncode == 1
-    assert "no Python 3.10" in done.stderr
-    assert "hint:" in done.stderr
-
-
-def test_a_python_without_ensurepip_uses_its_pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on Debian without python3-venv: `-m venv` fails and leaves half of one behind."""
-    monkeypatch.syspath_prepend(ROOT / "tools")
-    bootstrap = importlib.import_module("bootstrap")
-    folder = tmp_path / "uv"
-
-    def refuse(command: list[str]) -> str:
-        assert command[1:3] == ["-m", "venv"]
-        (folder / "bin").mkdir(parents=True)
-        raise bootstrap.SetupError("ensurepip is not available")
-
-    monkeypatch.setattr(bootstrap, "_run", refuse)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
-    assert bootstrap.pip_install_into(folder)[-2:] == ["--target", str(folder)]
-    assert not folder.exists()
 
 
 def until(condition: object, seconds: float = 60) -> None:
@@ -391,12 +258,6 @@ def test_processes_share_the_files_of_tests(tmp_path: Path) -> None:
     assert (tmp_path / "failed").read_text() == "test_b.py::test_c\n"
 
 
-def test_progress_counts_what_is_done(tmp_path: Path) -> None:
-    log = tmp_path / "1.log"
-    log.write_text("....F.s.E  [ 50%]\nsomething else ....\n..\n")
-    assert groups.progress([log], 75.0) == "1:15  11 done, 2 failed"
-
-
 ONCE = "flag = Path(f'flag{number}'); there = flag.exists(); flag.touch(); assert there"
 
 
@@ -405,18 +266,10 @@ ONCE = "flag = Path(f'flag{number}'); there = flag.exists(); flag.touch(); asser
     ("body", "count", "environ", "code", "said"),
     [
         (ONCE, 1, {"CI": "1"}, 0, "passed alone, failed beside others (a defect of the test or the code)"),
-        (ONCE, 2, {}, 0, "passed alone, failed beside others (a defect of the test or the code)"),
         (ONCE, 2, {"CI": "1"}, 1, "passed alone, failed beside others (a defect of the test or the code)"),
-        (
-            ONCE,
-            2,
-            {"CI": "1", "SKYFAB_REPEATED": "before"},
-            0,
-            "passed alone, failed beside others (a defect of the test or the code)",
-        ),
         ("assert 0", 1, {}, 1, "failed alone too"),
     ],
-    ids=["the-second-time-it-passes", "two-of-them", "too-many-for-CI", "few-of-all-tiers", "it-fails-twice"],
+    ids=["the-second-time-it-passes", "too-many-for-CI", "it-fails-twice"],
 )
 def test_a_test_that_fails_beside_others_is_run_again_alone(
     tmp_path: Path, body: str, count: int, environ: dict[str, str], code: int, said: str

@@ -68,12 +68,6 @@ def test_what_no_host_needs_is_not_sent() -> None:
         assert text.splitlines() == [line for line in kept if line and not line.startswith("#")]
 
 
-def test_a_program_keeps_its_indentation() -> None:
-    text = scripts.read("session/unpack.py")
-    assert ast.unparse(ast.parse(text)) == ast.unparse(ast.parse((ROOT / "skyfab/session/unpack.py").read_text()))
-    assert not [line for line in text.splitlines() if not line or line.startswith("#")]
-
-
 @pytest.mark.parametrize("shell", SHELLS.values(), ids=SHELLS)
 def test_values_arrive_as_they_are(shell: Sequence[str]) -> None:
     hostile = ["", "two words", "it's", '"$HOME" `id` \\n', "a\nb\n", "*", "-n", "ünï"]

@@ -34,7 +34,7 @@ PRINTED = {
 LONG = {"dask_array"}
 """Those whose processes import a framework."""
 OF_HOSTS = {"broadcast_shard", "files", "forward", "detached", "shared_state"}
-"""Those that show what several hosts do; on hosts the others run in the soak."""
+"""Those that show what several hosts do."""
 
 
 def run(name: str, folder: Path, *hosts: str, **environ: str) -> str:
@@ -77,13 +77,11 @@ def test_on_this_machine(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.lab
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [name if name in OF_HOSTS else pytest.param(name, marks=pytest.mark.soak) for name in PRINTED]
-)
+@pytest.mark.parametrize("name", sorted(OF_HOSTS))
 def test_on_two_hosts(name: str, tmp_path: Path, lab: Lab) -> None:
     said = run(name, tmp_path, "node1" if name == "forward" else "node1,node2", SKYFAB_INVENTORY=str(lab.inventory))
     assert [text for text in PRINTED[name] if text not in said] == []
-    if name in ("gpu_info", "forward"):
+    if name == "forward":
         assert "node1" in said
     if name == "files":
         assert "1.txt 4000" in said

@@ -29,12 +29,6 @@ second = sky.stdout(only=lambda info: info.rank == 1)
 quiet_above, quiet_below = second(sky.function(heard_twice)), sky.function(second(heard_twice))
 
 
-@sky.function
-async def fails() -> None:
-    await asyncio.sleep(0)
-    raise LookupError("no such thing")
-
-
 @pytest.fixture(scope="module")
 def pool(hosts_of: Callable[..., list[sky.Host]]):  # type: ignore[no-untyped-def]
     with sky.Compute(hosts_of("local", 1), ranks=2, ui="none") as compute:
@@ -46,15 +40,6 @@ def test_it_returns_its_result(pool: sky.Compute) -> None:
     assert double(21) @ pool == [42, 42]
     assert (double(21) > pool).result() == 42
     assert (double(1) & double(2)) >> pool == (2, 4)
-
-
-def test_it_is_mapped(pool: sky.Compute) -> None:
-    assert pool.map(double, range(50)) == [2 * x for x in range(50)]
-
-
-def test_it_raises_its_own_exception(pool: sky.Compute) -> None:
-    with pytest.raises(LookupError, match="no such thing"):
-        fails() >> pool
 
 
 @pytest.mark.parametrize("function", [quiet_above, quiet_below], ids=["above", "below"])

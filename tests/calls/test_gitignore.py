@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
-
-import pytest
 
 from skyfab.calls.gitignore import as_git
 from skyfab.files.entries import FILE, text, walk
@@ -64,30 +61,3 @@ def test_other_encodings_hide_nothing(tmp_path: Path) -> None:
         names = {text(entry.path) for entry, _ in walk(bytes(top), b"", [], as_git(top)) if entry.kind == FILE}
         assert "train.py" in names
         assert "secret.env" not in names
-
-
-@pytest.mark.parametrize("line", ["!", "build\\", "[z-a]"])
-def test_a_line_that_is_not_a_pattern_matches_nothing(tmp_path: Path, line: str) -> None:
-    """As in git."""
-    (tmp_path / ".gitignore").write_text(f"secret.env\n{line}\n")
-    for name in ("secret.env", "train.py"):
-        (tmp_path / name).touch()
-    names = [text(entry.path) for entry, _ in walk(bytes(tmp_path), b"", [], as_git(tmp_path))]
-    assert names == [".gitignore", "train.py"]
-
-
-def test_what_is_not_readable_is_listed(tmp_path: Path) -> None:
-    """The transfer then says so."""
-    (tmp_path / "data.csv").touch(mode=0)
-    (tmp_path / "train.py").touch()
-    user = os.geteuid()
-    if user == 0:  # may read everything
-        for folder in (tmp_path, *tmp_path.parents[:-2]):
-            folder.chmod(folder.stat().st_mode | 0o055)
-        os.setresuid(65534, 65534, 0)
-    try:
-        assert not os.access(tmp_path / "data.csv", os.R_OK)
-        names = [text(entry.path) for entry, _ in walk(bytes(tmp_path), b"", [], as_git(tmp_path))]
-    finally:
-        os.setresuid(user, user, user)
-    assert names == ["data.csv", "train.py"]

@@ -64,21 +64,11 @@ def test_a_script_may_have_a_lock_of_its_own(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "content", [b"\xef\xbb\xbf# ///" + SCRIPT.partition("# ///")[2].encode(), SCRIPT.encode() + b"# \xe9"]
-)
-def test_a_block_is_read_whatever_the_encoding_of_the_script(tmp_path: Path, content: bytes) -> None:
-    script = tmp_path / "train.py"
-    script.write_bytes(content)
-    assert Image.of_project(script).pip == ("numpy>=2", "rich")
-
-
-@pytest.mark.parametrize(
     ("text", "said"),
     [
         (SCRIPT + "\n" + SCRIPT, "2 blocks"),
         (SCRIPT.replace('"rich"', "rich"), "invalid TOML"),
         (SCRIPT.replace(">=3.10", ">=4"), f"requires Python >=4, but skyfab runs with {platform.python_version()}"),
-        ('# /// script\n# dependencies = "numpy"\n# ///\n', "array of strings"),
         ('# /// script\n# dependencies = ["a b c"]\n# ///\n', "invalid requirement 'a b c'"),
     ],
 )
@@ -103,11 +93,8 @@ def test_the_nearest_project_up_to_the_repository_is_taken(tmp_path: Path) -> No
     assert Image.of_project(script).pip == ("nearer",)
 
 
-@pytest.mark.parametrize(
-    "text", ["[tool.ruff]\nline-length = 120\n", '[project]\nname = "x"\ndynamic = ["dependencies"]\n']
-)
-def test_a_pyproject_that_does_not_list_packages_is_passed_over(tmp_path: Path, text: str) -> None:
-    write(tmp_path / "pyproject.toml", text)
+def test_a_pyproject_that_does_not_list_packages_is_passed_over(tmp_path: Path) -> None:
+    write(tmp_path / "pyproject.toml", "[tool.ruff]\nline-length = 120\n")
     write(tmp_path / "requirements.txt", "flask\n")
     assert Image.of_project(tmp_path).pip == ("flask",)
 
@@ -151,16 +138,6 @@ def test_a_lock_without_a_package_that_has_a_source_is_out_of_date(tmp_path: Pat
     assert raised.value.hint == "uv lock"
     write(lock, locked("numpy") + locked("my-lib"))
     assert Image.of_project(tmp_path).lock == str(lock)
-
-
-def test_a_scripts_lock_may_be_out_of_date_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    sources = '# [tool.uv.sources]\n# rich = { path = "lib" }\n# ///\nimport'
-    script = write(tmp_path / "train.py", SCRIPT.replace("# ///\nimport", sources))
-    write(tmp_path / "train.py.lock", locked("numpy"))
-    with pytest.raises(sky.UsageError, match=r"train\.py\.lock is out of date") as raised:
-        find(script)
-    assert raised.value.hint == "uv lock --script train.py"
 
 
 def test_sources_of_uv_are_translated(tmp_path: Path) -> None:
@@ -211,32 +188,6 @@ def test_what_only_a_lock_can_say_is_refused_without_one(tmp_path: Path, more: s
     assert Image.of_project(tmp_path).pip == ("one",)
 
 
-def test_a_script_without_a_lock_is_locked_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    more = '# [tool.uv]\n# override-dependencies = ["numpy<3"]\n# ///\nimport'
-    script = write(tmp_path / "train.py", SCRIPT.replace("# ///\nimport", more))
-    with pytest.raises(sky.UsageError, match=r"train\.py has no lock, and its \[tool\.uv\] has override-d") as raised:
-        find(script)
-    assert raised.value.hint == "uv lock --script train.py"
-
-
-@pytest.mark.parametrize(
-    ("more", "lock"),
-    [
-        ("[tool]\nuv = 3\n", None),
-        ("[tool.uv]\nsources = 3\n", None),
-        ('[[tool.uv.index]]\nname = "q"\nexplicit = true\n[tool.uv.sources]\none = { index = "q" }\n', None),
-        ('[tool.uv.sources]\none = { path = "one" }\n', "package = [1]\n"),
-    ],
-)
-def test_malformed_settings_are_an_error(tmp_path: Path, more: str, lock: str | None) -> None:
-    project(tmp_path, "one", more=more)
-    if lock is not None:
-        write(tmp_path / "uv.lock", lock)
-    with pytest.raises(sky.UsageError, match=r"invalid \[tool\.uv\] or uv\.lock"):
-        find(tmp_path)
-
-
 def test_a_file_of_requirements(tmp_path: Path) -> None:
     write(tmp_path / "more" / "base.txt", "rich  # colours\n")
     file = "numpy>=2 \\\n  --hash=sha256:aa --hash=sha256:bb\n-r 'more/base.txt'\n\n# nothing\n-e .\nx @ https://e.example/#x\n"
@@ -251,15 +202,13 @@ def test_a_file_of_requirements(tmp_path: Path) -> None:
         Image.of_project(tmp_path)
 
 
-def test_a_comment_does_not_continue_in_the_next_line(tmp_path: Path) -> None:
-    write(tmp_path / "requirements.txt", "# the next line counts \\\nnumpy\nrich  # this too \\\npandas\n")
-    assert Image.of_project(tmp_path).pip == ("numpy", "rich", "pandas")
-
-
-def test_the_current_folder_is_meant_without_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(tmp_path / "requirements.txt", "numpy\n")
-    assert Image.of_project().pip == ("numpy",)
+def test_a_file_of_requirements_that_includes_itself(tmp_path: Path) -> None:
+    write(tmp_path / "more" / "base.txt", "-r ../requirements.txt\n")
+    write(tmp_path / "other.txt", "rich\n")
+    write(tmp_path / "requirements.txt", "-r other.txt\n-r other.txt\n-r more/base.txt\n")
+    with pytest.raises(sky.UsageError, match=r"requirements\.txt: it includes itself") as raised:
+        Image.of_project(tmp_path)
+    assert raised.value.hint == "remove the -r that leads back to it"
 
 
 def test_a_home_folder_is_no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

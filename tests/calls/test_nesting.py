@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +10,6 @@ import pytest
 from stage.projects import skyfab
 
 import skyfab as sky
-from skyfab.calls import nesting
 
 UNGUARDED = """
 import skyfab as sky
@@ -84,20 +81,6 @@ def test_pools_inside_pools_have_a_depth(open_pool: Callable[..., sky.Compute]) 
             return deep if "3 deep" in str(error) else -1
 
     assert sky.function(dig)() >> open_pool() == 3
-
-
-def test_the_depth_is_read_as_a_number_or_not_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert nesting.depth() == 0
-    for word, depth in (("2", 2), ("", 0), ("x", 0), ("-1", 0), ("²", 0)):
-        monkeypatch.setenv(nesting.VARIABLE, word)
-        assert nesting.depth() == depth
-
-
-def test_a_program_opens_pools_at_its_top(tmp_path: Path) -> None:
-    """Nothing is refused outside of ranks."""
-    (tmp_path / "program.py").write_text(UNGUARDED)
-    ran = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=170)
-    assert ran.stdout == "[1.5, 1.5]\n", ran.stderr
 
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").rglob("*.py"))

@@ -114,30 +114,22 @@ def test_whatever_is_changed_the_host_gets_what_runs_here(changes: list[tuple[st
 
 IN_PLACE: dict[str, tuple[str, Callable[[dict[str, Any]], object]]] = {
     "a list": ("x = [1]\ndef f(): return len(x)", lambda s: s["x"].append(2)),
-    "a dict": ("x = {}\ndef f(): return len(x)", lambda s: s["x"].update(a=1)),
-    "a list in a tuple": ("x = ([1],)\ndef f(): return len(x[0])", lambda s: s["x"][0].append(2)),
     "an object": ("class C: n = 1\nx = C()\ndef f(): return x.n", lambda s: setattr(s["x"], "n", 2)),
     "a class": ("class C: n = 1\ndef f(): return C.n", lambda s: setattr(s["C"], "n", 2)),
     "a method of a list": ("x = [1]\nlook = x.__len__\ndef f(): return look()", lambda s: s["x"].append(2)),
-    "a builtin method": ("x = [1]\ncount = x.count\ndef f(): return count(1)", lambda s: s["x"].append(1)),
     "a default": ("def f(x=[1]): return len(x)", lambda s: s["f"].__defaults__[0].append(2)),
     "a closure": (
         "def make(x):\n  def f(): return len(x)\n  return f\nx = [1]\nf = make(x)",
         lambda s: s["x"].append(2),
     ),
-    "a keyword default": ("def f(*, x=[1]): return len(x)", lambda s: s["f"].__kwdefaults__["x"].append(2)),
     "a helper's global": ("n = 1\ndef g(): return n\ndef f(): return g()", lambda s: s.update(n=2)),
-    "a helper's list": ("x = [1]\ndef g(): return len(x)\ndef f(): return g()", lambda s: s["x"].append(2)),
     "a helper": ("def g(): return 1\ndef f(): return g()", lambda s: s.update(g=lambda: 2)),
     "a nested function's global": ("n = 1\ndef f():\n  def g(): return n\n  return g()", lambda s: s.update(n=2)),
-    "a comprehension's global": ("n = 1\ndef f(): return [n for _ in range(1)]", lambda s: s.update(n=2)),
-    "a lambda's global": ("n = 1\ndef f(): return (lambda: n)()", lambda s: s.update(n=2)),
     "a partial": (
         "import functools\nx = [1]\ng = functools.partial(len, x)\ndef f(): return g()",
         lambda s: s["x"].append(2),
     ),
     "a name that appears": ("def f():\n  try: return n\n  except NameError: return 0", lambda s: s.update(n=2)),
-    "a name that goes": ("n = 1\ndef f():\n  try: return n\n  except NameError: return 0", lambda s: s.pop("n")),
     "one name for another": (
         "a = 1\ndef f():\n  try: return 'a', a\n  except NameError: return 'b', b",
         lambda s: s.update(b=s.pop("a")),
@@ -238,16 +230,3 @@ def test_a_value_that_cannot_be_pickled_is_named(source: str) -> None:
     with pytest.raises(NotPicklable, match="f cannot be pickled") as caught:
         pack_function(Function(space["f"]))
     assert "'gate', a lock" in (caught.value.hint or "")
-
-
-def test_whatever_pickling_raises_is_not_picklable() -> None:
-    """User code runs while it is pickled; its exception is the cause."""
-
-    class Bomb:
-        def __reduce__(self) -> Any:
-            raise RuntimeError("boom")
-
-    with pytest.raises(NotPicklable) as caught:
-        pack_arguments(Function(script("def f(x): pass")["f"])(Bomb()))
-    assert isinstance(caught.value.__cause__, RuntimeError)
-    assert isinstance(caught.value, TypeError)

@@ -13,8 +13,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from skyfab.lab import Lab
-
 PROGRAM = [sys.executable, "-m", "skyfab"]
 
 
@@ -56,21 +54,3 @@ def test_ports_are_there_until_ctrl_c(port: int) -> None:
         assert (process.returncode, rest, errors) == (130, "", "")
     with pytest.raises(OSError, match="refused"):
         urllib.request.urlopen(lines[0][0], timeout=170)
-
-
-@pytest.mark.lab
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["6006,8888", "--local=1", "--host=node1"], "--local takes one port"),
-        (["6006", "--host=node1,node2"], "node1,node2 selects 2 hosts, but this command takes one"),
-        (["6006", "--host=nodd1"], "node1"),
-        (["70000", "--host=local"], "'70000' is not a port"),
-    ],
-)
-def test_what_cannot_be_forwarded(lab: Lab, words: list[str], message: str) -> None:
-    done = subprocess.run(
-        [*PROGRAM, "forward", f"--inventory={lab.inventory}", *words], capture_output=True, text=True, timeout=170
-    )
-    assert done.returncode == 2
-    assert message in done.stderr

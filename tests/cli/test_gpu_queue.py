@@ -248,38 +248,6 @@ def test_low_priority_gives_way(queue: Queue) -> None:
     queue.is_done("low")
 
 
-def test_a_run_that_does_not_wait_leaves_those_of_low_priority_alone(queue: Queue) -> None:
-    queue.start("low", "--gpus=2", "--priority=low")
-    queue.runs("low")
-    ran = queue.run("--gpus=2", "work.py", "x", "y", user="root")
-    assert ran.code != 0
-    assert "not enough free GPUs: in use by ada's low" in ran.err
-    assert "waiting for GPUs" not in ran.err
-    assert queue.spot.notes("low.checkpoint") == {}
-    queue.go("low")
-    queue.is_done("low")
-
-
-def test_what_a_program_of_low_priority_has_started_ends_when_it_gives_way(queue: Queue, namespaces: Lab) -> None:
-    """Also without --when-free, such a run is queued again."""
-    program = "trap '' TERM; sleep 9876543 & trap - TERM; wait"
-    ran = queue.run("--gpus=2", "--priority=low", "--detach", "--name=low", "--", "sh", "-c", program)
-    assert ran.code == 0, ran.err
-    queue.names.append(("low", "ada"))
-
-    def is_there() -> bool:
-        return any(process.cmdline[:2] == ("sleep", "9876543") for process in namespaces["node1"].processes())
-
-    until(is_there)
-    queue.start("urgent", "--gpus=1", user="root")
-    queue.runs("urgent")
-    assert not is_there()
-    queue.waits("low", "1st, after root's urgent .*")
-    queue.go("urgent")
-    queue.is_done("urgent")
-    until(is_there)
-
-
 SERVER = """
 echo $CUDA_VISIBLE_DEVICES >>served
 [ $(wc -l <served) = 1 ] && exit 5
@@ -332,27 +300,3 @@ def test_without_waiting_gpus_in_use_are_an_error(queue: Queue) -> None:
     assert "waiting" not in ran.err
     ran = queue.run("--gpus=1", "--", "sh", "-c", "echo GPU $CUDA_VISIBLE_DEVICES by $CUDA_DEVICE_ORDER of {node}")
     assert (ran.code, ran.out.splitlines()) == (0, ["node1[0] GPU 1 by PCI_BUS_ID of 0"]), ran.err
-
-
-def test_how_the_program_ends_is_how_the_run_ends(queue: Queue) -> None:
-    ran = queue.run("--gpus=1", "--", "sh", "-c", "exit 3")
-    assert ran.code == 1
-    assert "sh ended with exit code 3" in ran.err
-    ran = queue.run("--gpus=1", "--", "no-such-program")
-    assert ran.code == 1
-    assert "command not found: no-such-program" in ran.err
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("--gpus=3",), "--gpus=3: node1 has 2 GPUs"),
-        (("--priority=low",), "--priority needs --when-free or --gpus"),
-        (("--gpus=1", "--priority=high"), "invalid --priority=high"),
-        (("--gpus=0",), "--gpus"),
-    ],
-)
-def test_what_cannot_be_is_an_error(queue: Queue, words: tuple[str, ...], said: str) -> None:
-    ran = queue.run(*words, "work.py", "x", "y")
-    assert ran.code == 2
-    assert said in ran.err

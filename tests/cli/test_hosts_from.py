@@ -8,9 +8,7 @@ from pathlib import Path
 import pytest
 from stage.program import Skyfab
 
-from skyfab.errors import HostError, UnknownHost
 from skyfab.inventory.inventory import Inventory
-from skyfab.pool.compute import Compute
 
 ANSIBLE = "[gpu]\nnode[1:2] ansible_user=ada\n[all:children]\ngpu\n[here]\nme ansible_connection=local\n"
 
@@ -42,36 +40,16 @@ def test_a_source_is_shown_with_logins_and_groups(skyfab: Skyfab) -> None:
     assert out == (
         "host   address       groups\nnode1  ada@node1     gpu\nnode2  ada@node2     gpu\nme     this machine  here\n"
     )
-    assert skyfab("hosts", "--from=cluster", "gpu,!node1").out.splitlines()[1:] == ["node2  ada@node2  gpu"]
-    listed = json.loads(skyfab("hosts", "--from=cluster", "--json", "node1").out)
-    assert listed == [{"name": "node1", "address": "ada@node1", "groups": ["gpu"]}]
+    listed = json.loads(skyfab("hosts", "--from=cluster", "--json", "gpu,!node1").out)
+    assert listed == [{"name": "node2", "address": "ada@node2", "groups": ["gpu"]}]
 
 
-def test_slots_are_shown_if_a_host_has_more_than_one(skyfab: Skyfab) -> None:
-    Path("hostfile").write_text("node1 slots=4\nada@node2\n")
-    out = skyfab("hosts", "--from=hostfile").out
-    assert [line.split() for line in out.splitlines()] == [
-        ["host", "address", "slots", "groups"],
-        ["node1", "node1", "4"],
-        ["node2", "ada@node2", "1"],
-    ]
-
-
-@pytest.mark.parametrize(
-    "text", [ANSIBLE, "node1 slots=4\nada@node2 slots=2\n", '[hosts."n[1-3]"]\n[groups]\ng = ["n1"]\n']
-)
+@pytest.mark.parametrize("text", ["node1 slots=4\nada@node2 slots=2\n", '[hosts."n[1-3]"]\n[groups]\ng = ["n1"]\n'])
 def test_toml_that_is_printed_is_an_inventory_that_is_equal(skyfab: Skyfab, text: str) -> None:
     Path("cluster").write_text(text)
     code, out, err = skyfab("hosts", "--from=cluster", "--toml")
     assert (code, err) == (0, "")
     assert Inventory.parse(out) == Inventory.of("cluster")
-
-
-def test_an_allocation_of_slurm_is_shown(skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch) -> None:
-    code, _, err = skyfab("hosts", "--from=slurm")
-    assert code == 2 and err.startswith("error: not inside a Slurm allocation")
-    monkeypatch.setenv("SLURM_JOB_NODELIST", "gpu[01-02]")
-    assert skyfab("hosts", "--from=slurm").out.split()[3:] == ["gpu01", "gpu01", "gpu02", "gpu02"]
 
 
 @pytest.mark.parametrize(
@@ -84,9 +62,7 @@ def test_an_allocation_of_slurm_is_shown(skyfab: Skyfab, monkeypatch: pytest.Mon
         (["--from=ssh_config", "bx"], "hint: did you mean box?"),
         (["--from=ssh_config", "--inventory=x"], "--from and --inventory cannot be combined"),
         (["--toml"], "hint: skyfab hosts --from=ssh_config --toml"),
-        (["--from=ssh_config", "--toml", "--json"], "--toml cannot be combined with hosts or --json"),
         (["--from=ssh_config", "--toml", "box"], "--toml cannot be combined with hosts or --json"),
-        (["--from="], "--from must not be empty"),
     ],
 )
 def test_what_cannot_be_shown_is_one_message_and_2(skyfab: Skyfab, words: list[str], says: str) -> None:
@@ -100,13 +76,7 @@ def test_what_cannot_be_shown_is_one_message_and_2(skyfab: Skyfab, words: list[s
 # ---- in every command
 
 COMMANDS = {
-    "hosts": [],
     "exec": ["--", "true"],
-    "trust": [],
-    "gc": ["--dry-run"],
-    "runs": [],
-    "stacks": [],
-    "put": ["config"],
     "get": ["x"],
     "run": ["x.py"],
 }
@@ -123,20 +93,10 @@ def test_an_alias_of_ssh_config_is_a_host_beside_an_inventory_file(skyfab: Skyfa
     assert ran.code == 2 and 'no host, group or tag matches "bxo"\nhint: did you mean box?' in ran.err
 
 
-@pytest.mark.parametrize("source", ["ssh_config", "ssh_config:b*", "hostfile:list", "list", "ansible:list"])
+@pytest.mark.parametrize("source", ["ssh_config:b*", "hostfile:list", "list"])
 def test_every_command_takes_a_source_in_place_of_a_file(skyfab: Skyfab, source: str) -> None:
     Path("list").write_text("box\n")
     code, out, err = skyfab("hosts", f"--inventory={source}", "box", "--json")
     assert code == 3 and json.loads(out)[0]["name"] == "box" and not json.loads(out)[0]["reachable"], err
     ran = skyfab("exec", f"--inventory={source}", "--hosts=box", "--", "true")
     assert ran.code in (1, 3) and "box" in ran.err
-
-
-def test_a_pool_takes_aliases_and_sources(skyfab: Skyfab) -> None:
-    inventory = Inventory.parse("[hosts.node1]", "inventory.toml")
-    assert [host.name for host in Compute("box", inventory=inventory, ui="none").selected] == ["box"]
-    assert [host.name for host in Compute(inventory="ssh_config:w*", ui="none").selected] == ["web"]
-    with pytest.raises(UnknownHost, match="bxo"):
-        Compute("bxo", inventory=inventory)
-    with pytest.raises(HostError), Compute("box", inventory=inventory, ui="none"):
-        pass

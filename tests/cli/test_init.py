@@ -10,8 +10,6 @@ from stage.labs import start
 from stage.projects import skyfab
 from stage.typist import Typist
 
-from skyfab.cli.init import _named
-from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 
 ODD = """
@@ -51,56 +49,6 @@ def test_a_link_that_leads_nowhere_is_there_too(tmp_path: Path) -> None:
     (tmp_path / "inventory.toml").symlink_to("elsewhere")
     assert skyfab(tmp_path, "init", "--yes", **config(tmp_path, "Host a\n")).returncode == 2
     assert not (tmp_path / "elsewhere").exists()
-
-
-def test_without_a_terminal_nothing_is_asked(tmp_path: Path) -> None:
-    done = skyfab(tmp_path, "init", **config(tmp_path, "Host a\n"))
-    assert done.returncode == 2 and "prompts need a terminal" in done.stderr
-
-
-def test_the_end_of_input_is_no_answer(tmp_path: Path) -> None:
-    environ = config(tmp_path, "Host dead\n  HostName 127.0.0.1\n  Port 1\n")
-    with Typist([sys.executable, "-m", "skyfab", "init"], tmp_path, **environ) as typist:
-        typist.sees(r"Which hosts\?.*")
-        typist.presses(b"\x04")
-        assert typist.ends() == 130
-        assert "Traceback" not in typist.said
-
-
-def test_a_typo_at_the_question_names_what_was_meant(tmp_path: Path) -> None:
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "known_hosts").write_text("storage ssh-ed25519 AAAA\n")
-    environ = config(tmp_path, "Host works1 works2\n  HostName 127.0.0.1\n  Port 1\n") | {"HOME": str(tmp_path)}
-    for typed, code, said in (
-        ("wroks1", 2, 'matches "wroks1"\nhint: did you mean works1?\n'),
-        ("storag", 2, "did you mean storage?"),
-        ("works*,storage,127.0.0.2:1", 3, "127.0.0.2: not usable"),
-    ):
-        with Typist([sys.executable, "-m", "skyfab", "init"], tmp_path, **environ) as typist:
-            typist.sees(r"Which hosts\?.*")
-            typist.types(typed)
-            assert typist.ends() == code, typist.said
-            assert said in typist.said
-
-
-def test_each_login_of_a_host_has_a_name_of_its_own() -> None:
-    words = ("ada@h", "bob@h", "eve@h:22", "ada@h:2222", "bob@h:2222", "eve@h:2222")
-    named = _named([host for word in words if (host := Host.ad_hoc(word))])
-    assert [host.name for host in named] == ["h", "h-1", "h-22", "h-2222", "h-2222-4", "h-2222-5"]
-    assert [host.login for host in named] == list(words)
-
-
-def test_no_host_can_be_used(tmp_path: Path) -> None:
-    done = skyfab(tmp_path, "init", "--yes", **config(tmp_path, "Host a\n  HostName 127.0.0.1\n  Port 1\n"))
-    assert done.returncode == 3 and "a: not usable: " in done.stdout
-    assert not (tmp_path / "inventory.toml").exists()
-
-
-def test_names_that_are_hashed_are_not_offered(tmp_path: Path) -> None:
-    (tmp_path / ".ssh").mkdir()
-    (tmp_path / ".ssh" / "known_hosts").write_text("|1|abc=|def= ssh-ed25519 AAAA\n")
-    done = skyfab(tmp_path, "init", **config(tmp_path, ""), HOME=str(tmp_path))
-    assert done.returncode == 2 and "hashed names are not readable\nhint: name some: " in done.stderr
 
 
 @pytest.mark.lab
@@ -146,18 +94,3 @@ def test_three_questions(tmp_path: Path) -> None:
                 typist.types(answer)
             assert typist.ends() == 0, typist.said
         assert list(Inventory.of(tmp_path / "inventory.toml").hosts) == ["works0", "works1", "dead"]
-
-
-@pytest.mark.lab
-def test_addresses_get_names(tmp_path: Path) -> None:
-    with start(1) as lab:
-        (host,) = lab.hosts
-        known = tmp_path / "known"
-        known.write_text(f"{host.address} {host.host_key}\n")
-        environ = config(
-            tmp_path, f'Host *\n  IdentityFile "{host.identity}"\n  UserKnownHostsFile "{known}"\n  User nobody\n'
-        )
-        done = skyfab(tmp_path, "init", f"root@{host.address}:22", "--yes", **environ)
-        assert done.returncode == 0, done.stdout + done.stderr
-        (found,) = Inventory.of(tmp_path / "inventory.toml").hosts.values()
-        assert (found.name, found.user, found.port) == (host.address, "root", 22)

@@ -86,13 +86,6 @@ def test_a_host_behind_another_one(lab: Lab, folder: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"{hostname(lab, 'node3')}\n"), done.stderr
 
 
-def test_an_environment_that_is_not_there_yet_is_told_of(folder: Path) -> None:
-    (folder / "requirements.txt").write_text("colorama\n")
-    done = ssh(folder, "node3", "--", "true")
-    assert done.returncode == 0
-    assert "has not been built yet; to build it: skyfab prepare --hosts=node3\n" in done.stderr
-
-
 def test_this_machine(folder: Path) -> None:
     done = ssh(folder, "local", "--", "pwd; command -v python; exit 5")
     assert done.stdout.splitlines() == [str(folder), str(Path(sys.executable).parent / "python")]
@@ -114,8 +107,3 @@ def test_the_folder_and_environment_of_a_run(
         assert lines[1].startswith(f"{lines[2]}/")
     done = ssh(folder, "node2", "--run=never-started")
     assert (done.returncode, "no run 'never-started' on these hosts" in done.stderr) == (2, True)
-
-
-def test_what_cannot_be_entered(folder: Path) -> None:
-    done = ssh(folder, "node1,node2")
-    assert (done.returncode, "node1,node2 selects 2 hosts" in done.stderr) == (2, True)

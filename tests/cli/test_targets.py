@@ -8,9 +8,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stage.program import Skyfab
 
-from skyfab.cli.put import mirrored, put
+from skyfab.cli.put import mirrored
 from skyfab.cli.run import parsed
 from skyfab.errors import UsageError
 
@@ -38,37 +37,6 @@ def test_a_script_that_is_not_there(here: Path, target: str, hint: str) -> None:
     with pytest.raises(UsageError) as caught:
         parsed(target)
     assert caught.value.hint == hint
-
-
-def test_names_with_spaces_are_quoted(here: Path) -> None:
-    (here / "my train.py").write_text("def main(): ...\n")
-    for target, hint in {
-        "my trian.py": "did you mean 'my train.py'?",
-        "my train.py:a b": "skyfab run 'my train.py:main'",
-    }.items():
-        with pytest.raises(UsageError) as caught:
-            parsed(target)
-        assert caught.value.hint == hint
-
-
-def test_what_is_put_and_is_not_there(here: Path) -> None:
-    with pytest.raises(UsageError) as caught:
-        put.function("my dta")
-    assert (caught.value.message, caught.value.hint) == ("no such file or folder: my dta", "did you mean 'my data'?")
-    (here / "link").symlink_to("gone")
-    with pytest.raises(UsageError, match="broken link: link points to gone"):
-        put.function("link")
-    (here / "~").symlink_to("none")
-    with pytest.raises(UsageError, match="broken link: ~ points to none"):
-        put.function("~")
-
-
-def test_the_table_of_a_sweep_may_be_written_to_the_home_folder(
-    here: Path, skyfab: Skyfab, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(here))
-    assert "no values in 'seed'" in skyfab("sweep", "train.py", "seed", "--csv=~/night.csv").err
-    assert "cannot write ~/none/all.csv" in skyfab("sweep", "train.py", "seed", "--csv=~/none/all.csv").err
 
 
 def test_a_folder_that_cannot_be_mirrored_to_does_not_end_logs(

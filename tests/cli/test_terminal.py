@@ -28,7 +28,6 @@ from skyfab.lab import Lab
 pytestmark = pytest.mark.programs
 
 PROGRAM = [sys.executable, "-m", "skyfab"]
-WIDTHS = [60, 100, 160]
 INVENTORY = """
 [hosts.here]
 transport = "local"
@@ -79,7 +78,7 @@ def text(said: str) -> str:
 # ---- help and tables
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
+@pytest.mark.parametrize("columns", [60, 160])
 def test_hosts_is_a_table_where_there_is_room(folder: Path, columns: int) -> None:
     """The reason of a failure is wrapped, and nothing else; where there is less room, columns are left out."""
     code, said = seen(folder, columns, "hosts", "both")
@@ -87,23 +86,13 @@ def test_hosts_is_a_table_where_there_is_room(folder: Path, columns: int) -> Non
     assert code == 3
     (head,) = [line for line in lines if line.startswith("host ")]
     names = re.split("  +", head)
-    assert ("system" in names, "load" in names) == {60: (False, False), 100: (False, True), 160: (True, True)}[columns]
+    assert ("system" in names, "load" in names) == (columns == 160, columns == 160)
     assert names[:2] + names[-2:] == ["host", "address", "GPUs", "state"]
     here, dead = (next(line for line in lines if line.startswith(f"{name}  ")) for name in ("here", "dead"))
     assert re.split("  +", here)[1] == "this machine"
     assert re.split("  +", dead)[1] == "root@127.0.0.1:1"
     assert dead.index("connect") == here.index("ready") == head.index("state")
     assert max(map(len, lines[lines.index(head) : lines.index(dead)])) <= columns
-
-
-def test_hosts_stays_readable_at_20_columns(folder: Path) -> None:
-    code, said = seen(folder, 20, "hosts", "dead")
-    lines = text(said).splitlines()
-    shown = lines[lines.index("dead") :]
-    assert code == 3
-    assert shown[:3] == ["dead", "  address:", "    root@127.0.0.1:1"]
-    assert "refused" in " ".join(shown)
-    assert max(len(line) for line in shown[: shown.index("  CPUs: –")]) <= 20
 
 
 # ---- a run, as it is on a host
@@ -140,7 +129,7 @@ abcdef01  done   2001-09-09 01:46      2  –     here   night  last
 """
 
 
-@pytest.mark.parametrize("columns", [20, 60, 80, 100, 160, None])
+@pytest.mark.parametrize("columns", [20, 60, 100, None])
 def test_runs_have_a_header_and_a_start(night: Path, columns: int | None) -> None:
     if columns is None:
         assert piped(night, "runs", "here", TZ="UTC").stdout == RUNS
@@ -156,9 +145,8 @@ def test_runs_have_a_header_and_a_start(night: Path, columns: int | None) -> Non
     assert [*zip(re.split("  +", head), re.split("  +", row), strict=True)] == expected
 
 
-@pytest.mark.parametrize("columns", WIDTHS)
-def test_logs_are_shown_as_live_output_is(night: Path, columns: int) -> None:
-    code, said = seen(night, columns, "logs", "night", "--timestamps", TZ="UTC")
+def test_logs_are_shown_as_live_output_is(night: Path) -> None:
+    code, said = seen(night, 100, "logs", "night", "--timestamps", TZ="UTC")
     assert code == 0
     assert "\x1b[32msecond\x1b[0m" in said and "\x1b[31m│\x1b[0m 09-09 01:46:43.000 100 %" in said
     assert text(said).splitlines() == [
@@ -167,16 +155,13 @@ def test_logs_are_shown_as_live_output_is(night: Path, columns: int) -> None:
         "here[0] │ 09-09 01:46:43.000 100 %",
         "here[0] │ 09-09 01:46:44.000 last",
     ]
-    plain = seen(night, columns, "logs", "night", NO_COLOR="1")[1]
+    plain = seen(night, 100, "logs", "night", NO_COLOR="1")[1]
     assert plain.splitlines() == ["here[0] │ first", "here[1] │ second", "here[0] │ 100 %", "here[0] │ last"]
 
 
-@pytest.mark.parametrize("state", ["done", "failed", "stopped"])
-def test_a_run_that_has_ended_is_not_stopped(night: Path, state: str) -> None:
-    status = night / "here" / "runs" / "abcdef0123456789" / "status"
-    status.write_text(json.dumps({"state": state, "started": 1e9}))
+def test_a_run_that_has_ended_is_not_stopped(night: Path) -> None:
     ran = piped(night, "stop", "night")
-    assert (ran.returncode, ran.stdout) == (0, f"abcdef01 night has already ended: {state}\n"), ran.stderr
+    assert (ran.returncode, ran.stdout) == (0, "abcdef01 night has already ended: done\n"), ran.stderr
 
 
 @pytest.fixture
@@ -212,27 +197,6 @@ def test_stopping_all_runs_is_confirmed(night: Path, agent: subprocess.Popen[byt
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "no runs are running\n")
 
 
-def test_all_runs_are_stopped_where_hosts_answer(folder: Path, night: Path, agent: subprocess.Popen[bytes]) -> None:
-    (folder / "inventory.toml").write_text(INVENTORY.format(cache=folder))
-    ran = piped(night, "stop", "--all", "--yes", "--hosts=both")
-    assert ran.returncode == 3
-    assert "error: dead: " in ran.stderr
-    assert "abcdef01  lost  night\n" in ran.stdout
-    assert agent.wait(10) == -signal.SIGTERM
-
-
-def test_a_look_at_logs_that_is_interrupted_ends_quietly(night: Path, agent: subprocess.Popen[bytes]) -> None:
-    with subprocess.Popen(
-        [*PROGRAM, "logs", "-f", "night"], cwd=night, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as logs:
-        assert logs.stdout is not None and logs.stderr is not None
-        for _ in range(3):
-            logs.stdout.readline()
-        logs.send_signal(signal.SIGINT)
-        assert logs.stderr.read() == "here[0] 100 %\n"
-        assert logs.wait(60) == 130
-
-
 def test_attach_says_what_it_follows_and_that_ctrl_c_does_not_stop_it(
     night: Path, agent: subprocess.Popen[bytes]
 ) -> None:
@@ -262,7 +226,6 @@ def test_piped_logs_keep_the_streams_apart(night: Path) -> None:
 def test_the_hosts_are_named_where_they_were_not_given(folder: Path) -> None:
     line = "using here, dead: all hosts of inventory.toml\n"
     assert piped(folder, "exec", "--", "true").stderr.startswith(line)
-    assert piped(folder, "stacks").stderr.startswith(line)
     assert line not in piped(folder, "stacks", "here").stderr
     assert line not in piped(folder, "stacks", "--json").stderr
     (folder / "inventory.toml").write_text(f'[hosts.here]\ntransport = "local"\ncache = "{folder}/here"\n')
@@ -289,11 +252,10 @@ def test_no_color_takes_colours_and_nothing_else(folder: Path) -> None:
 
 
 def test_verbose_shows_commands_and_waits_with_seconds(folder: Path) -> None:
-    for words in (("hosts", "dead", "-v"), ("-v", "hosts", "dead")):
-        ran = piped(folder, *words)
-        assert ran.returncode == 3
-        assert re.search(r"^ +\d+\.\d s  ssh -T .* -o Port=1 .*-- 127.0.0.1 ", ran.stderr, re.MULTILINE)
-        assert re.search(r"^ +\d+\.\d s  dead: waiting for the login$", ran.stderr, re.MULTILINE)
+    ran = piped(folder, "-v", "hosts", "dead")
+    assert ran.returncode == 3
+    assert re.search(r"^ +\d+\.\d s  ssh -T .* -o Port=1 .*-- 127.0.0.1 ", ran.stderr, re.MULTILINE)
+    assert re.search(r"^ +\d+\.\d s  dead: waiting for the login$", ran.stderr, re.MULTILINE)
     ran = piped(folder, "hosts", "nobody", "-v")
     assert "Traceback" in ran.stderr and ran.stderr.splitlines()[-2].startswith("error: inventory.toml: no host")
 
@@ -301,14 +263,13 @@ def test_verbose_shows_commands_and_waits_with_seconds(folder: Path) -> None:
 # ---- output that cannot be written
 
 
-@pytest.mark.slow
 def test_output_that_cannot_be_written_is_one_line_and_an_error(folder: Path) -> None:
     program = shlex.join(PROGRAM)
     for redirected, says in (
         (">&-", "error: standard output is closed\nhint: to discard what is printed, append >/dev/null\n"),
         (">/dev/full", "error: standard output: No space left on device\n"),
     ):
-        for task in ("hosts here", "hosts here --json", "--help", "exec here -- echo hi", "put hello.py --hosts=here"):
+        for task in ("--help", "exec here -- echo hi"):
             line = f"{program} {task} {redirected}"
             ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, stderr=subprocess.PIPE, text=True)
             assert (ran.returncode, ran.stderr) == (1, says), task
@@ -322,24 +283,11 @@ def test_a_run_goes_on_when_its_output_cannot_be_written(folder: Path) -> None:
     assert ran.stderr.count("No space") == 1 and (folder / "done").exists()
 
 
-def test_messages_that_cannot_be_written_change_neither_the_output_nor_the_exit_code(folder: Path) -> None:
-    for end in ("2>/dev/full", "2>&-"):
-        for task, code in (("frobnicate", 2), ("hosts --json nobody@127.0.0.1:1", 3)):
-            line = f"{shlex.join(PROGRAM)} {task} {end}"
-            ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, stdout=subprocess.PIPE, text=True, timeout=170)
-            assert (ran.returncode, ran.stdout[:1]) == (code, "[" if "json" in task else ""), line
-
-
 @pytest.mark.parametrize(
     "task",
     [
         "run --hosts=local {0}/job.py",
-        "run --hosts=local -- true",
-        "run --hosts=local -m json",
-        "run --detach --hosts=local {0}/job.py",
-        "sweep {0}/job.py a=1 --hosts=local",
         "serve night -- true",
-        "put {0}/job.py",
         "get x",
     ],
 )
@@ -351,13 +299,6 @@ def test_what_needs_a_current_folder_says_that_it_was_removed(folder: Path, task
     ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, capture_output=True, text=True, env=environ, timeout=170)
     assert ran.stderr.startswith("error: the current folder has been removed\nhint: "), ran.stderr
     assert ran.returncode == 2
-
-
-def test_a_command_whose_output_is_not_read_is_stopped(folder: Path) -> None:
-    line = f"{{ {shlex.join(PROGRAM)} exec here -- yes; echo $? >code; }} | head -1"
-    ran = subprocess.run(["/bin/sh", "-c", line], cwd=folder, capture_output=True, text=True, timeout=170)
-    assert (ran.stdout, ran.stderr) == ("here y\n", "")
-    assert (folder / "code").read_text() == "1\n"
 
 
 def test_a_run_whose_output_is_not_read_is_stopped_and_its_files_are_fetched(folder: Path) -> None:
@@ -377,15 +318,6 @@ def test_a_run_whose_output_is_not_read_is_stopped_and_its_files_are_fetched(fol
 # ---- completion
 
 
-def test_names_for_completion(folder: Path) -> None:
-    (folder / "config").write_text("Host gpu1 gpu2\n  User ada\nHost *.lab\n  User bob\n")
-    ran = piped(folder, "completion", "hosts", SKYFAB_SSH_CONFIG=str(folder / "config"))
-    assert ran.stdout.split() == ["all", "both", "dead", "gpu1", "gpu2", "here", "local", "spare"]
-    (folder / "inventory.toml").write_text("not toml")
-    ran = piped(folder, "completion", "hosts")
-    assert (ran.returncode, ran.stdout.split(), ran.stderr) == (0, [], "")
-
-
 @pytest.fixture
 def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`skyfab` is a command."""
@@ -403,8 +335,6 @@ def on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("skyfab hos", ["hosts"]),
         ("skyfab logs --t", ["--tail", "--timestamps"]),
         ("skyfab run --hosts h", ["here"]),
-        ("skyfab stacks d", ["dead"]),
-        ("skyfab ssh h", ["here"]),
         ("skyfab run hel", ["hello.py"]),
     ],
 )
@@ -423,21 +353,10 @@ def test_shells_complete(folder: Path, line: str, words: list[str]) -> None:
             assert ran.stdout.split() == words, (argv[0], ran.stderr)
 
 
-@pytest.mark.usefixtures("on_path")
-def test_zsh_takes_its_script(folder: Path) -> None:
-    if shutil.which("zsh") is None:
-        pytest.skip("zsh is not installed")
-    script = 'autoload -U compinit && compinit -u -d zcompdump; eval "$(skyfab completion zsh)"; echo $_comps[skyfab]'
-    ran = subprocess.run(["zsh", "-f", "-c", script], cwd=folder, capture_output=True, text=True, timeout=170)
-    assert (ran.stdout, ran.stderr) == ("_shtab_skyfab\n", "")
-
-
 # ---- Ctrl-C
 
 
-@pytest.mark.parametrize(
-    "words", [["exec", "--", "true"], ["run", "hello.py"], ["hosts"], ["doctor"]], ids=lambda words: words[0]
-)
+@pytest.mark.parametrize("words", [["run", "hello.py"], ["doctor"]], ids=lambda words: words[0])
 def test_ctrl_c_while_hosts_connect_is_no_failure_of_theirs(folder: Path, words: list[str]) -> None:
     """One host is ready, the other accepts connections and says nothing."""
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -463,16 +382,19 @@ def test_what_a_failed_run_has_not_written_is_a_note_before_its_cause(folder: Pa
     assert last == "here[0] ValueError: mine"
 
 
-def test_ctrl_c_while_commands_are_loaded_is_no_traceback() -> None:
+def test_ctrl_c_while_a_command_imports_its_modules_is_no_traceback() -> None:
+    """Python 3.11 raises a RuntimeError for one that comes in `__set_name__`."""
     program = """if True:
-        import sys
-        class Interrupt:
-            def find_spec(self, name, *_):
-                if name == "skyfab.cli.tasks":
-                    raise KeyboardInterrupt
-        sys.meta_path.insert(0, Interrupt())
-        from skyfab.cli import main
-        main()
+        from skyfab.cli.command import command
+        from skyfab.cli.tasks import main
+        class Field:
+            def __set_name__(self, owner, name):
+                raise KeyboardInterrupt
+        @command
+        def slow() -> None:
+            '''Imports a module.'''
+            type("Reader", (), {"hosts": Field()})
+        main(["skyfab", "slow"], commands={"slow": slow})
     """
     ran = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (ran.returncode, ran.stdout, ran.stderr) == (130, "", "interrupted\n")
@@ -490,7 +412,7 @@ def job(tmp_path: Path) -> list[str]:
     return [*PROGRAM, "run", "--hosts=local", "--ranks=1", "job.py"]
 
 
-@pytest.mark.parametrize("answer", ["s", "stop", "\x03", "\x04"], ids=["s", "stop", "ctrl-c", "ctrl-d"])
+@pytest.mark.parametrize("answer", ["s", "\x03"], ids=["s", "ctrl-c"])
 def test_ctrl_c_asks_and_stops(tmp_path: Path, job: list[str], answer: str) -> None:
     with Typist(job, tmp_path) as person:
         person.sees(r"job\.py · 1 rank · 0:0")
@@ -549,20 +471,11 @@ def test_hints_work_when_they_are_typed(lab: Lab, tmp_path: Path, monkeypatch: p
     mistakes = [
         ["exec", given, "--", "true"],  # their keys are unknown
         ["hosts", given, "--host=node1"],
-        ["host", given, "--hosts=node1"],
-        ["exec", given],
         ["hosts", given, "--hosts"],
-        ["hosts", given, "--json=yes"],
-        ["run", given],
         ["run", given, "nothing.py"],
         ["logs", given, "nobody"],
         ["stop", given],
-        ["gc", given, "--dayz=1", "node1"],
-        ["stacks", given, "extra", "--bogus"],
-        ["lab", "status"],
-        ["completion", "tcsh"],
         ["trust", given, "--yess", "node2"],
-        ["nope"],
     ]
     for words in mistakes:
         ran = piped(tmp_path, *words)
@@ -574,17 +487,3 @@ def test_hints_work_when_they_are_typed(lab: Lab, tmp_path: Path, monkeypatch: p
             done = piped(tmp_path, *typed, *(["--yes"] if typed[0] == "trust" and "--yes" not in typed else []))
             assert done.returncode == 0, (words, line, done)
             assert given not in words or "--help" in typed or given in typed, (words, line)
-
-
-@pytest.mark.lab
-@pytest.mark.slow
-def test_a_detached_run_tells_commands_that_work(lab: Lab, tmp_path: Path) -> None:
-    (tmp_path / "hello.py").write_text("print('hello')\n")
-    given = f"--inventory={lab.inventory}"
-    begun = piped(tmp_path, "run", given, "--hosts=node1", "--detach", "hello.py")
-    assert begun.returncode == 0, begun.stderr
-    lines = [line.strip() for line in begun.stderr.splitlines() if line.startswith("  skyfab ")]
-    assert [line.split()[1] for line in lines] == ["attach", "logs", "stop"]
-    for line in lines:
-        done = piped(tmp_path, *shlex.split(line)[1:])
-        assert done.returncode == 0, (line, done)

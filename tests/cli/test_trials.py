@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyfab.cli.sweep import MOST, names_of, trials_of
+from skyfab.cli.trials import names_of, trials_of
 from skyfab.errors import UsageError
 
 
@@ -73,17 +73,6 @@ def test_a_file_has_a_line_for_each_trial(tmp_path: Path) -> None:
     assert len(both) == 4
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [("# nothing\n", "contains no trials"), ("a=1\na='\n", "line 2: no closing quotation"), (None, "cannot read")],
-)
-def test_a_file_without_trials_is_an_error(tmp_path: Path, text: str | None, message: str) -> None:
-    if text is not None:
-        (tmp_path / "grid").write_text(text)
-    with pytest.raises(UsageError, match=message):
-        trials_of([], str(tmp_path / "grid"))
-
-
 def test_names_are_safe_and_say_what_distinguishes_a_trial() -> None:
     words = ["name=../../etc,a/b,a_b", "--text=x y", "--note=" + "long" * 100, "seed=1..2"]
     trials = trials_of(words)
@@ -93,12 +82,3 @@ def test_names_are_safe_and_say_what_distinguishes_a_trial() -> None:
     assert not any("/" in name or " " in name for name in names)
     assert max(map(len, names_of([("a=" + "x" * 400,), ("a=y",)]))) < 110
     assert names_of([("only=1",)]) == ["only=1"]
-
-
-def test_words_that_all_trials_have_are_not_in_names() -> None:
-    assert names_of(trials_of(["--lr=1,2", "epochs=3"])) == ["lr=1", "lr=2"]
-    assert names_of([("--fast", "a=1"), ("a=1",)]) == ["fast", ""]
-
-
-def test_as_many_trials_as_a_sweep_may_have_are_found_quickly() -> None:
-    assert len(names_of(trials_of([f"seed=1..{MOST}"]))) == MOST

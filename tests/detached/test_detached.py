@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +22,6 @@ from stage.threads import begin
 from stage.typist import Typist
 
 import skyfab as sky
-from skyfab.detached.find import attached
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
 from skyfab.session.session import Session
@@ -46,16 +44,6 @@ def count(lines: int, go: str = "") -> tuple[int, int, bytes]:
     return info.rank, info.world_size, bytes([info.rank]) * 1_000_000
 
 
-TURNS = """
-import os, time
-
-for turn in range(int(os.environ["RANK"]), 6, 2):
-    while not os.path.exists(f"SPOT/turn{turn}"):
-        time.sleep(0.01)
-    print("turn", turn, flush=True)
-"""
-
-
 @sky.function
 def fail(how: str) -> None:
     if sky.instance_info().rank == 1:
@@ -74,17 +62,6 @@ def save_when_stopped(path: str) -> None:
     signal.signal(signal.SIGTERM, save)
     leave(path + ".waits")
     time.sleep(600)
-
-
-@sky.function
-def fail_in_turn(go: str) -> None:
-    rank = sky.instance_info().rank
-    if rank == 3:
-        wait_for(go + ".first", 60)
-        raise ValueError("rank 3 first")
-    leave(go + ".waits")
-    wait_for(go, 60)
-    raise ValueError(f"rank {rank} later")
 
 
 @pytest.fixture
@@ -203,12 +180,9 @@ def test_following_a_run_takes_one_login(hosts: list[sky.Host], spot: Spot) -> N
     assert connections() == set()
 
 
-@pytest.mark.parametrize("transport", ["openssh", "fabric"])
 @pytest.mark.slow
-def test_following_a_run_survives_connections_that_break(
-    namespaces: Lab, hosts_of: Hosts, spot: Spot, transport: str
-) -> None:
-    hosts = hosts_of(transport, 2)
+def test_following_a_run_survives_connections_that_break(namespaces: Lab, hosts_of: Hosts, spot: Spot) -> None:
+    hosts = hosts_of("openssh", 2)
     run = launch(hosts, count(40, spot / "go"), name="patient")
     spot.wait("go.waits", 2)
     follower = run.logs(follow=True)
@@ -239,16 +213,6 @@ def test_a_rank_that_fails_ends_the_run(hosts: list[sky.Host], how: str, kind: t
 
 
 @pytest.mark.slow
-def test_a_run_is_stopped(hosts: list[sky.Host], spot: Spot) -> None:
-    run = launch(hosts, count(10, spot / "never"), name="endless")
-    spot.wait("never.waits", 2)
-    run.stop()
-    assert run.status == "stopped"
-    assert lines_of(run)[0, "out"] == [f"line {n} of rank 0" for n in range(6)]
-    run.stop()  # it is over
-
-
-@pytest.mark.slow
 def test_a_run_that_is_stopped_has_time_to_save(hosts: list[sky.Host], spot: Spot) -> None:
     run = launch(hosts, save_when_stopped(spot / "saves"), name="careful")
     spot.wait("saves.waits", 2)
@@ -256,42 +220,6 @@ def test_a_run_that_is_stopped_has_time_to_save(hosts: list[sky.Host], spot: Spo
     assert spot.wait("saves.done", 2)
     assert run.status == "stopped"
     assert lines_of(run)[1, "out"] == ["saved"]
-
-
-@pytest.mark.slow
-def test_the_rank_that_failed_first_is_reported_first_and_while_others_run(
-    hosts: list[sky.Host], namespaces: Lab, spot: Spot
-) -> None:
-    """The other rank of its host is stopped because of it, and counts as no failure."""
-    with sky.Compute(hosts, ranks=2, ui="none") as pool:
-        run = pool.launch(fail_in_turn(spot / "go"), name="turns")
-    spot.wait("go.waits", 2)
-    failed: list[tuple[str, int]] = []
-    following = begin(lambda: list(run.lines(follow=True, failed=lambda *one: failed.append(one))))
-    spot.leave("go.first")
-    until(lambda: failed == [("node2", 3)], "the failure of a rank, while it is followed")
-    other = sky.attach(run.id, hosts)
-    until(lambda: other.status == "running" and other.parts[1].state == "failed", "the end of the other rank there")
-    assert other.failed == [("node2", 3)]
-    assert "running, 1 failed" in skyfab(namespaces, "runs").stdout
-    spot.leave("go")
-    with pytest.raises(sky.BroadcastError) as raised:
-        other.result(170)
-    assert str(raised.value.exceptions[0]) == "rank 3 first"
-    following.result(60)
-    assert failed[0] == ("node2", 3), "others may be seen to fail before the run has ended"
-
-
-@pytest.mark.slow
-def test_a_run_that_was_removed_is_lost(hosts: list[sky.Host], namespaces: Lab) -> None:
-    run = launch(hosts, count(1), name="removed")
-    run.result(170)
-    shutil.rmtree(namespaces.hosts[1].path(f"/root/.cache/skyfab/runs/{run.id}"))
-    assert run.status == "lost"
-    with pytest.raises(sky.HostLost) as raised:
-        run.result(170)
-    assert raised.value.host == hosts[1].name
-    assert {rank for rank, _, _ in run.logs(follow=True)} == {0}
 
 
 def test_a_broadcast_that_is_under_way_is_left_to_its_hosts(hosts: list[sky.Host], spot: Spot) -> None:
@@ -380,27 +308,6 @@ def test_a_run_that_does_not_end_says_what_to_do(
     assert run.status == "stopped"
 
 
-@pytest.mark.slow
-def test_a_name_that_was_used_twice_means_the_newest_that_runs(hosts: list[sky.Host], spot: Spot) -> None:
-    calls = [count(1, spot / "go"), count(1)]
-    twins = [launch(hosts[:1], call, on="one", name="twin") for call in calls]
-    twins[1].result(170)
-    assert sky.attach("twin", hosts).id == twins[0].id, "the other one has ended"
-    spot.leave("go")
-    for twin in twins:
-        twin.result(170)
-    assert sky.attach("twin", hosts).id == twins[1].id
-    assert sky.attach(twins[0].id[:8], hosts).id == twins[0].id
-    with pytest.raises(sky.UsageError, match=r"no run 'twni'.*\n.*did you mean twin"):
-        sky.attach("twni", hosts)
-    with pytest.raises(sky.UsageError, match="has no rank 1: it has one rank, 0"):
-        list(twins[0].logs(rank=1))
-    with pytest.raises(sky.UsageError, match="no run 'missing'"):
-        sky.attach("missing", hosts)
-    with pytest.raises(sky.UsageError, match="no run was named"):
-        sky.attach("", hosts)
-
-
 # ---- as a person sees it
 
 
@@ -443,128 +350,6 @@ def test_the_commands(namespaces: Lab, script: Path) -> None:
     missing = skyfab(namespaces, "logs", "missing")
     assert missing.returncode == 2
     assert missing.stderr.splitlines()[0] == "error: no run 'missing' on the hosts of the inventory or on this machine"
-
-
-@pytest.mark.slow
-def test_lines_of_all_hosts_come_in_the_order_of_time(namespaces: Lab, spot: Spot, tmp_path: Path) -> None:
-    """Ranks that take turns: each line is written after the other rank's last one is in its log."""
-    script = tmp_path / "turns.py"
-    script.write_text(TURNS.replace("SPOT/", spot / ""))
-    begun = skyfab(namespaces, "run", "--detach", "--hosts=node1,node2", str(script))
-    assert begun.returncode == 0, begun.stderr
-    name = begun.stdout.strip()
-    for turn in range(6):
-        spot.leave(f"turn{turn}")
-        (folder,) = namespaces.hosts[turn % 2].path("/root/.cache/skyfab/runs").glob(f"{name}*")
-        until(lambda: f"turn {turn}\n" in (folder / "logs" / f"{turn % 2}.out").read_text(), "its line")  # noqa: B023
-        time.sleep(0.02)  # two records of one log are so far apart
-    expected = [f"node{turn % 2 + 1}[{turn % 2}] turn {turn}" for turn in range(6)]
-    followed = skyfab(namespaces, "attach", name)
-    assert sorted(followed.stdout.splitlines()) == sorted(expected)
-    assert skyfab(namespaces, "logs", name).stdout.splitlines() == expected
-    assert skyfab(namespaces, "logs", name, "--tail=3").stdout.splitlines() == expected[-3:]
-    assert skyfab(namespaces, "logs", name, "--since=1d", "--rank=1").stdout.splitlines() == expected[1::2]
-    stamped = skyfab(namespaces, "logs", name, "--timestamps").stdout.splitlines()
-    times = [re.fullmatch(r"node.\[.\] (\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}) turn \d", line) for line in stamped]
-    assert all(times) and len(times) == 6
-    assert [one[1] for one in times if one] == sorted(one[1] for one in times if one)
-
-
-@pytest.mark.slow
-def test_runs_on_this_machine_are_found_where_there_is_an_inventory(namespaces: Lab, tmp_path: Path) -> None:
-    script = tmp_path / "here.py"
-    script.write_text("import time\nprint('here', flush=True)\ntime.sleep(600)\n")
-    begun = skyfab(namespaces, "run", "--detach", "--hosts=local", "--ranks=1", str(script))
-    assert begun.returncode == 0, begun.stderr
-    name = begun.stdout.strip()
-    until(lambda: skyfab(namespaces, "logs", name).stdout == "local here\n", "its line")
-    assert name in skyfab(namespaces, "runs").stdout
-    assert skyfab(namespaces, "stop", name).stdout.split()[:2] == [name, "stopped"]
-
-
-@pytest.mark.slow
-def test_the_log_of_a_run_that_failed_says_where_the_error_is(namespaces: Lab, tmp_path: Path) -> None:
-    script = tmp_path / "broken.py"
-    script.write_text("print('before')\nraise KeyError('lr')\n")
-    name = skyfab(namespaces, "run", "--detach", "--hosts=local", "--ranks=1", str(script)).stdout.strip()
-    until(lambda: "failed" in skyfab(namespaces, "runs").stdout, "the end of the run")
-    shown = skyfab(namespaces, "logs", name)
-    assert (shown.stdout, shown.stderr) == (
-        "local before\n",
-        f"the run failed: KeyError: 'lr'\nto see the traceback: skyfab attach {name}\n",
-    )
-    assert "KeyError: 'lr'" in skyfab(namespaces, "runs").stdout
-    assert "KeyError: 'lr'" in skyfab(namespaces, "attach", name).stderr
-
-
-@pytest.mark.slow
-def test_runs_on_some_hosts_says_how_they_stand_there_and_who_was_not_asked(
-    namespaces: Lab, hosts: list[sky.Host]
-) -> None:
-    run = launch(hosts, count(1), name="both")
-    run.result(170)
-    first, second = (host.name for host in hosts)
-
-    def listed(where: str) -> str:
-        lines = skyfab(namespaces, "runs", where).stdout.splitlines()
-        return next(line for line in lines if line.startswith(run.id[:8]))
-
-    for asked, other in ((first, second), (second, first)):
-        line = listed(f"--hosts={asked}")
-        assert line.split()[1] == "done"
-        assert f" {first}, {second} (not asked: {other}) " in line
-    line = listed(f"--hosts={first},{second}")
-    assert line.split()[1] == "done" and "not asked" not in line
-    found = next(one for one in sky.runs(hosts[:1], inventory=namespaces.inventory) if one.id == run.id)
-    assert (found.state, found.unasked) == ("done", [second])
-    assert (found.status, found.unasked) == ("done", [])
-
-
-@pytest.mark.slow
-def test_with_a_host_down_what_the_others_know_is_shown_soon(
-    namespaces: Lab, hosts: list[sky.Host], spot: Spot
-) -> None:
-    """A host that is down was waited for 10 s at each login, twice, and then nothing was shown."""
-    waits = launch(hosts, count(2, spot / "never"), name="waits")
-    run = launch(hosts, count(1), name="half")
-    run.result(170)
-    short = run.id[:8]
-    namespaces.hosts[1].cut()
-    times: list[float] = []
-    try:
-        for arguments, out, err in (
-            (["runs"], f"{short} +done .* node1, node2 \\(no response: node2\\) ", "error: node2"),
-            (["logs", short], "line 0 of rank 0", "error: node2"),
-            (["attach", short], "line 0 of rank 0", "half: done\n.*(\n.*)*error: node2"),
-            (["stop", short], "", "error: node2"),
-            (["stop", "waits"], "", "stopping on node1; may continue on node2: try again later\n(.*\n)*error: node2"),
-            (["top", "--once"], f"{short} +done", ""),
-        ):
-            began = time.monotonic()
-            shown = skyfab(namespaces, *arguments)
-            times.append(time.monotonic() - began)
-            assert re.search(out, shown.stdout) and re.search(err, shown.stderr), (arguments, shown)
-            assert shown.returncode == 3, arguments
-        assert min(times) < 8, "2 s, and what a busy machine adds; all of them took 10 s before"
-        assert (run.status, run.silent) == ("done", ["node2"])
-        with pytest.raises(TimeoutError, match="does not respond"):
-            run.result(0.1)
-    finally:
-        namespaces.hosts[1].restore()
-    assert (run.status, run.silent) == ("done", [])
-    waits.look()
-    assert [part.state for part in waits.parts] == ["stopped", "running"]
-    waits.stop()
-
-
-def test_a_command_about_a_run_logs_in_once(hosts: list[sky.Host], namespaces: Lab) -> None:
-    run = launch(hosts, count(1), name="polite")
-    with attached(run.id, hosts, inventory=None) as found:
-        seen = connections()
-        assert len(seen) == 2
-        assert {rank for rank, _, _ in found.logs(follow=True)} == {0, 1}
-        assert found.status == "done" and connections() == seen
-    assert connections() == set()
 
 
 @pytest.mark.slow

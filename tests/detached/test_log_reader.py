@@ -49,14 +49,6 @@ def test_pages_are_read_to_the_last_one(hosts: Hosts) -> None:
     ]
 
 
-def test_the_tail_is_that_of_all_hosts_and_only_at_first(hosts: Hosts) -> None:
-    hosts.says["a", "logs"] = Several(lines((0, "a1", 1.0), (0, "a4", 4.0)), lines((0, "a5", 5.0), (0, "a6", 6.0)))
-    hosts.says["b", "logs"] = Several(lines((1, "b2", 2.0), (1, "b3", 3.0)), lines((1, "b7", 7.0)))
-    found = reader(hosts, tail=2)
-    assert texts(found) == ["b3", "a4"]
-    assert texts(found) == ["a5", "a6", "b7"]
-
-
 def test_a_host_that_does_not_answer_is_left_out_for_now(hosts: Hosts) -> None:
     hosts.says["a", "logs"] = Several(lost("a"), page("late", 1))
     hosts.says["b", "logs"] = Several(page("one", 1, more=True), lost("b"), page("two", 2), lines())

@@ -79,13 +79,6 @@ def test_a_run_notes_its_phase_and_its_ranks_meet_without_the_client(
     assert shown() == ()  # it has ended
 
 
-def test_the_phase_of_a_call_that_is_not_detached_is_not_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    phase.enter("ready")
-    assert context.run_folder() == ""
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     "noted",
     [

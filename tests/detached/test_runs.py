@@ -11,8 +11,7 @@ from stage.fakes import EndsTheProgram
 from stage.run_hosts import ID, Hosts, Several, lines, lost, part, raised, returned, stored
 
 import skyfab as sky
-from skyfab.cli.runs import facts_of
-from skyfab.detached.find import attached, runs_of, survey
+from skyfab.detached.find import runs_of
 from skyfab.protocol.messages import Ended
 from skyfab.session.ask import Asker
 from skyfab.session.question import Reply
@@ -45,9 +44,7 @@ def unfit(host: str) -> sky.HostUnfit:
     ("states", "state", "ended"),
     [
         (("done", "done"), "done", True),
-        (("done", "failed"), "failed", True),
         (("failed", "stopped"), "stopped", True),
-        (("stopped", "unreachable"), "unreachable", False),
         (("unreachable", "running"), "running", False),
         (("running", "lost"), "running", False),
         (("done", "lost"), "lost", True),
@@ -75,16 +72,6 @@ def test_a_run_is_described_by_its_hosts(two: Hosts) -> None:
     assert "<td>b</td><td>done</td>" in run._repr_html_().replace("\n", "")
 
 
-def test_parts_are_in_the_order_of_hosts_and_runs_in_that_of_time(two: Hosts) -> None:
-    two.says["a", "runs"] = [Reply(part(1, hosts=("b", "a")), b""), Reply(part(0, id="late", started=2000.0), b"")]
-    two.says["b", "runs"] = part(0, hosts=("b", "a"))
-    with Asker(two.hosts, two.inventory) as asker:
-        found, errors = survey(asker)
-    assert [run.id for run in found] == ["late", ID] and errors == []
-    assert two.arguments[0]["gpus"] is True, "how busy they are is listed too"
-    assert [one.host for one in found[1].parts] == ["b", "a"]
-
-
 def test_hosts_that_were_not_asked_and_hosts_that_do_not_answer(two: Hosts) -> None:
     two.says |= {("a", "runs"): part(0, hosts=("a", "b", "c")), ("b", "runs"): lost("b")}
     run = two.run()
@@ -110,12 +97,6 @@ def test_hosts_that_have_other_names_now_are_those_that_respond(two: Hosts) -> N
     with pytest.raises(sky.UsageError, match="also on old2, which the inventory does not list") as raised:
         texts(run)
     assert "one that has a new name must respond" in str(raised.value)
-
-
-def test_a_run_for_programs_says_who_did_not_respond(two: Hosts) -> None:
-    two.says |= {("a", "runs"): part(0, hosts=("a", "b", "c")), ("b", "runs"): lost("b")}
-    facts = facts_of(two.run())
-    assert (facts["no_response"], facts["not_asked"]) == (["b"], ["c"])
 
 
 def test_a_run_that_is_lost_on_one_host_is_followed_on_the_other(two: Hosts) -> None:
@@ -171,15 +152,6 @@ def test_files_are_reported_of_other_machines_and_only_in_folders_that_a_command
     assert unknown.files() == []
 
 
-def test_hosts_are_returned_with_the_working_folder_of_the_run(three: Hosts) -> None:
-    for place, (host, workdir) in enumerate(zip(three.hosts, ("job-1", "", "/data"), strict=True)):
-        three.says[host.name, "runs"] = part(place, hosts=("a", "b", "here"), workdir=workdir)
-    run = three.run()
-    assert [(host.name, host.workdir) for host in run.in_workdirs()] == [("a", "~/.cache/skyfab/files/job-1")]
-    (unknown,) = runs_of(run.parts, sky.Inventory(hosts={}), [])
-    assert unknown.in_workdirs() == []
-
-
 # ---- hosts that contradict each other
 
 
@@ -218,22 +190,10 @@ def test_a_host_that_takes_the_place_of_another_later(two: Hosts, later: Any, pr
         run.result()
 
 
-def test_a_result_without_content(two: Hosts) -> None:
-    two.says["b", "result.1"] = []
-    with pytest.raises(sky.BroadcastError, match="train failed on 1 of 2 ranks"):
-        two.run().result()
-
-
 def test_ranks_that_no_host_has(two: Hosts) -> None:
     two.says |= {("a", "runs"): part(0, world=3), ("b", "runs"): part(1, world=3)}
     with pytest.raises(sky.ProtocolError, match=r"results of ranks \[0, 1\] instead of those below 3"):
         two.run().result()
-
-
-def test_a_host_that_has_two_names(two: Hosts) -> None:
-    """It responds twice, with the same description."""
-    two.says |= {(name, "runs"): part(0, hosts=("a",)) for name in "ab"}
-    assert two.run().result() == [10]
 
 
 # ---- output
@@ -250,16 +210,6 @@ def test_lines_of_all_hosts_are_merged_by_time(two: Hosts) -> None:
     two.says["a", "runs"] = part(0, "running")
     assert run.status == "running"
     assert len(list(run.logs())) == len(texts(run)) == 2, "those that are there"
-
-
-@pytest.mark.parametrize(("hosts", "has"), [(("a",), "one rank, 0"), (("a", "b"), "ranks 0 to 1")])
-def test_a_rank_that_a_run_does_not_have(two: Hosts, hosts: tuple[str, ...], has: str) -> None:
-    two.says |= {("a", "runs"): part(0, hosts=hosts), ("b", "runs"): part(1, hosts=hosts) if hosts[1:] else []}
-    run = two.run()
-    for rank in (-1, len(hosts)):
-        with pytest.raises(sky.UsageError, match=f"run 01234567 has no rank {rank}: it has {has}$"):
-            list(run.logs(rank=rank))
-    assert texts(run, rank=len(hosts) - 1), "the last one is there"
 
 
 def test_lines_of_one_host_come_before_the_error_of_another(two: Hosts) -> None:
@@ -293,15 +243,6 @@ def test_following_ends_with_an_error_that_a_retry_does_not_resolve(two: Hosts) 
     assert next(found) == (0, "out", "of a")
     with pytest.raises(sky.Unreachable):  # it was retried before that: see `Asker`
         list(found)
-
-
-def test_following_ends_early_on_request(two: Hosts) -> None:
-    two.says["a", "runs"] = part(0, "running")
-    two.says["a", "logs"] = Several(*(lines((0, str(number), 1.0)) for number in range(9)))
-    two.says["b", "logs"] = lines()
-    seen: list[str] = []
-    seen.extend(line.text for line in two.run().lines(follow=True, stopped=lambda: len(seen) == 3))
-    assert seen == ["0", "1", "2"]
 
 
 def test_a_failure_is_reported_once_and_while_others_run(two: Hosts) -> None:
@@ -397,15 +338,6 @@ def test_a_run_on_one_host_returns_or_raises_as_a_call(two: Hosts) -> None:
     with pytest.raises(sky.SkyfabError, match=r"rank 0 of train was stopped$") as error:
         run.result()
     assert (error.value.host, error.value.rank) == ("a", None)
-
-
-def test_a_rank_without_a_result(two: Hosts) -> None:
-    two.says["b", "result.1"] = None
-    with pytest.raises(sky.BroadcastError) as raised:
-        two.run().result()
-    (error,) = raised.value.exceptions
-    assert isinstance(error, sky.SkyfabError)
-    assert (error.host, error.rank) == ("b", 1)
 
 
 def test_the_results_of_an_elastic_run_are_those_of_its_last_ranks(two: Hosts) -> None:
@@ -516,9 +448,3 @@ def test_no_such_run(several: Hosts, tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sky.attach("old", several.hosts).name == "old"
     with pytest.raises(sky.HostLost):
         sky.runs(several.hosts)
-
-
-def test_connections_are_shared_during_the_block(two: Hosts) -> None:
-    with attached(ID, two.hosts, inventory=two.inventory) as run:
-        assert run.asker is not None
-    assert run.asker is None

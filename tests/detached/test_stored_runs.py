@@ -52,8 +52,9 @@ def test_runs_are_listed_with_their_states(host: sky.Host) -> None:
     }
 
 
-def test_the_output_of_each_rank_is_read(host: sky.Host) -> None:
-    lines = list(sky.attach("night", [host]).logs())
+def test_the_output_and_the_result_of_each_rank_are_read(host: sky.Host) -> None:
+    run = sky.attach("night", [host])
+    lines = list(run.logs())
     assert [text for rank, stream, text in lines if (rank, stream) == (1, "out")] == [
         "rank 1 of 2",
         "step 0: loss 1.00",
@@ -61,10 +62,7 @@ def test_the_output_of_each_rank_is_read(host: sky.Host) -> None:
         "step 2: loss 0.33",
     ]
     assert (0, "err", "careful") in lines
-
-
-def test_results_are_fetched(host: sky.Host) -> None:
-    results = sky.attach(NIGHT[:8], [host]).result()
+    results = run.result()
     assert [one["rank"] for one in results] == [0, 1]
     assert {one["weights"] for one in results} == {b"\x00\x01" * 50}
 

@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -144,15 +143,6 @@ def test_each_trial_has_gpus_of_its_own(project: Project) -> None:
     assert "no host has 3 GPUs for a trial\nhint: --gpus can be at most 2" in project.said
 
 
-def test_shares_of_gpus_are_slots_too(project: Project) -> None:
-    project.spot.leave("hold")
-    project.sweep("trial.py", "seed=1..9", "--gpus=0.5", "--detach")
-    until(lambda: project.begun().total() == 8, "two trials on each GPU")
-    project.spot.leave("go")
-    found = json.loads(project.sweep("trial", "-f", "--json=-", code=1))  # one is the seventh, which fails
-    assert Counter(one["values"]["gpu"] for one in found[:8]) == {"0": 4, "1": 4}
-
-
 def test_a_share_of_a_gpu_limits_the_memory_of_torch(project: Project, tmp_path: Path) -> None:
     """Seen by a package of that name, which is asked for what torch's own does when CUDA is first used."""
     (tmp_path / "torch" / "cuda").mkdir(parents=True)
@@ -180,12 +170,6 @@ def test_trials_of_another_script_of_the_same_name_are_not_resumed(project: Proj
     (tmp_path / "says.py").write_text("import skyfab\nskyfab.report(of='c')\n")
     project.sweep("says.py", "seed=1", "--resume", code=2)
     assert "no run 'says' on these hosts" in project.said
-
-
-def test_words_of_a_trial_are_passed_as_they_are(project: Project, tmp_path: Path) -> None:
-    (tmp_path / "says.py").write_text("import sys, skyfab\nskyfab.report(words=str(sys.argv[1:]))\n")
-    (found,) = json.loads(project.sweep("says.py", "format={rank}-{port}", "--json=-"))
-    assert found["values"] == {"words": "['format={rank}-{port}']"}
 
 
 @pytest.mark.slow
@@ -220,23 +204,6 @@ def test_a_failure_stops_new_trials_and_resume_repeats_what_is_not_done(project:
     assert "of 1 trial, the last sweep had none" in project.said
 
 
-@pytest.mark.slow
-def test_without_a_reply_of_the_first_host_it_is_unknown_what_is_done(project: Project) -> None:
-    project.sweep("trial.py", "--slots=1", "seed=1..4")
-    first = project.hosts[0]
-    first.cut()
-    try:
-        found = json.loads(project.sweep("trial", "--json=-", code=3))
-    finally:
-        first.restore()
-    own = {one["state"] for one in found if one["host"] == "node2"}
-    assert own == {"done"}
-    assert {one["state"] for one in found if one["host"] != "node2"} == {"unknown"}
-    assert "node1: no response, so trials may have run or ended there" in project.said
-    assert "--resume" not in project.said
-    assert set(project.states().values()) == {"done"}
-
-
 def test_a_sweep_goes_on_when_the_program_that_started_it_is_killed(project: Project) -> None:
     project.spot.leave("hold")
     argv = [sys.executable, "-m", "skyfab", *project.words("trial.py", "seed=1..6")]
@@ -249,19 +216,6 @@ def test_a_sweep_goes_on_when_the_program_that_started_it_is_killed(project: Pro
     project.spot.leave("go")
     project.sweep("trial", "-f")
     assert project.begun() == {str(seed): 1 for seed in range(1, 7)}
-
-
-def test_a_trial_that_is_killed_has_failed(project: Project) -> None:
-    project.spot.leave("hold")
-    project.sweep("trial.py", "seed=1..4", "--detach", "--keep-going")
-    _, process = project.process("2")
-    os.kill(process.outside, signal.SIGKILL)
-    project.spot.leave("go")
-    shown = project.sweep("trial", "-f", code=1)
-    assert "0002-seed=2" in shown
-    assert project.states(code=1) == {"1": "done", "2": "failed", "3": "done", "4": "done"}
-    (found,) = [one for one in json.loads(project.sweep("trial", "--json=-", code=1)) if one["state"] == "failed"]
-    assert found["code"] == -signal.SIGKILL
 
 
 def killed_with(project: Project, victim: LabHost) -> dict[str, str]:
@@ -323,52 +277,14 @@ def test_ctrl_c_asks_whether_to_stop_or_detach(project: Project, choice: str) ->
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["nothing.py", "seed=1"], "no such file: nothing.py\nhint: skyfab sweep --help"),
-        (["trial.py"], "no trials"),
-        (["trial.py", "seed=5..1"], "gives no trial"),
-        (["trial.py", "--lr=1,2"], "unknown option --lr\nhint: options of the program follow after --"),
-        (["trial.py", "lr", "1e-3,1e-4"], "no values in 'lr'\nhint: write NAME=VALUES"),
         (["night", "--resume"], "not a script (.py): night\nhint: skyfab sweep night shows it"),
         (["trial.py", "seed=1", "--gpus=1.5"], "invalid gpus='1.5': expected a whole number"),
         (["trial.py", "seed=1", "--resume", "--name=unknown"], "no run 'unknown'"),
-        (["unknown"], "no run 'unknown'"),
     ],
 )
 def test_what_cannot_be_a_sweep_is_a_usage_error(project: Project, words: list[str], message: str) -> None:
     project.sweep(*words, code=2)
     assert message in project.said
-
-
-@pytest.mark.slow
-def test_three_commands_of_the_page_run_twelve_trials_on_four_gpus(project: Project, tmp_path: Path) -> None:
-    """As a new user types them, with a table in the morning and the folders of all trials on this machine."""
-    root = Path(__file__).parents[2]
-    start, show, get = re.findall(r"^skyfab .*$", (root / "docs/gpus.md").read_text(), re.MULTILINE)[:3]
-    (tmp_path / "examples").mkdir()
-    shutil.copy(root / "examples/trial.py", tmp_path / "examples")
-    with project.inventory.open("a") as file:
-        file.write('gpu = ["node1", "node2"]\n')
-    project.type(start)
-    project.type("skyfab sweep night -f")  # the night
-    shown = project.type(show).splitlines()
-    assert shown[0].split() == ["trial", "state", "host", "time", "loss", "step"]
-    assert len(shown) == 13
-    assert all(line.split()[1] == "done" for line in shown[1:])
-    rows = list(csv.DictReader((tmp_path / "night.csv").read_text().splitlines()))
-    assert min(rows, key=lambda row: float(row["loss"]))["lr"] == "0.3"
-    project.type(get)
-    assert len([*(tmp_path / "night").rglob("log.txt")]) == 12
-
-
-def test_a_sweep_that_cannot_start_says_why(project: Project) -> None:
-    project.sweep("trial.py", "seed=1..2", "--workdir=/proc/nowhere", code=1)
-    assert "cannot use the working folder /proc/nowhere" in project.said
-
-
-def test_one_trial_is_fetched_by_its_number(project: Project, tmp_path: Path) -> None:
-    project.sweep("trial.py", "seed=1..3")
-    project.type("skyfab get --run=trial 'sweeps/*/0002-*' --to=home")
-    assert [path.parent.name for path in (tmp_path / "home").rglob("log.txt")] == ["0002-seed=2"]
 
 
 ODD = """
@@ -462,8 +378,8 @@ with open(spot / f"used.{os.environ['CUDA_VISIBLE_DEVICES']}", "a") as file:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("share", ["1", "0.5"])
-def test_two_sweeps_take_turns_on_gpus_and_never_share_one(project: Project, share: str) -> None:
+def test_two_sweeps_take_turns_on_gpus_and_never_share_one(project: Project) -> None:
+    share = "0.5"
     (project.folder / "used.py").write_text(USED)
     project.spot.leave("hold")
     for name in ("ada", "bob"):
@@ -482,50 +398,6 @@ def test_two_sweeps_take_turns_on_gpus_and_never_share_one(project: Project, sha
             assert running.total() <= 1 / float(share)
             order += [line[1:]] * (line[0] == "+")
         assert order.index("bob") <= 1 / float(share), "the first one has gone on although another one waited"
-
-
-@pytest.mark.slow
-def test_a_sweep_waits_for_gpus_that_a_run_holds_and_others_do_its_trials(project: Project) -> None:
-    (project.folder / "used.py").write_text(USED)
-    project.type("skyfab run --hosts=node1 --gpus=2 --detach --name=hold -- sleep 500")
-    until(lambda: '"run": "hold"' in project.type("skyfab hosts --hosts=node1 --json"), "the GPUs are held")
-    project.sweep("used.py", "x=1..2", "--gpus=1", "--hosts=node1", "--name=alone", "--detach")
-    waits = r"waiting .* alone +1st, after \w+'s hold \(node1, 2 GPUs"
-    until(lambda: re.search(waits, project.type("skyfab runs --hosts=node1")), "it waits")
-    assert [one["state"] for one in json.loads(project.sweep("alone", "--json=-"))] == ["waiting"] * 2
-    assert re.search(r"2 trials: 2 waiting; GPU queue: 1st, after \w+'s hold \(node1, 2 GPUs\)", project.said)
-    found = json.loads(project.sweep("used.py", "x=1..4", "--gpus=1", "--json=-"))
-    assert [(one["state"], one["host"]) for one in found] == [("done", "node2")] * 4
-    assert not project.spot.notes("used.0").keys() - {"node2"}
-    project.type("skyfab stop hold")
-    project.sweep("alone", "-f")
-    assert "node1" in project.spot.notes("used.0")
-    assert '"run"' not in project.type("skyfab hosts --hosts=node1 --json")
-
-
-def test_a_file_of_results_that_cannot_be_written_is_an_error_before_anything_starts(project: Project) -> None:
-    project.sweep("trial.py", "seed=1", "--csv=missing/all.csv", code=2)
-    assert "cannot write missing/all.csv: its folder does not exist, or is not writable" in project.said
-    project.sweep("trial.py", "seed=1", "--json=.", code=2)
-    assert "cannot write .: it is a folder" in project.said
-    assert not project.begun()
-
-
-def test_a_trial_that_fails_without_a_word_says_how_it_ended(project: Project) -> None:
-    (project.folder / "silent.py").write_text("import os, sys\nos._exit(int(sys.argv[1].partition('=')[2]))\n")
-    project.sweep("silent.py", "code=3", "--json=all.json", code=1)
-    (trial,) = json.loads((project.folder / "all.json").read_text())
-    assert (trial["state"], trial["error"]) == ("failed", "ended with exit code 3")
-
-
-def test_a_trial_that_fails_because_the_disk_is_full_says_so(project: Project) -> None:
-    host = project.hosts[0]
-    host.small_disk("/scratch", 4)
-    text = 'import os\nos.makedirs("out")\nopen("out/data", "wb").write(bytes(8 << 20))\n'
-    (project.folder / "filler.py").write_text(text)
-    project.sweep("filler.py", "size=1", "--workdir=/scratch", "--hosts=node1", "--json=all.json", code=1)
-    (trial,) = json.loads((project.folder / "all.json").read_text())
-    assert (trial["state"], trial["error"]) == ("failed", "no space left on its disk")
 
 
 def test_what_a_trial_has_started_in_its_own_session_ends_before_the_next_trial(project: Project) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 import skyfab as sky
 from skyfab._util import schema
-from skyfab.detached.written import Written, current_folder, event, parse, path_of, project, to_fetch
+from skyfab.detached.written import Written, current_folder, parse, project, to_fetch
 
 
 def test_the_command_that_fetches_goes_through_the_same_door() -> None:
@@ -73,33 +73,6 @@ def test_what_a_host_says_of_files_is_not_believed() -> None:
             parse(bad)
     (one,) = parse([{**good, "count": 9, "names": ["x" * 1000, "a\n  to fetch: rm", "y", "z"]}])
     assert str(one) == f"9 files (3 bytes): {'x' * 80}, a   to fetch: rm, y, …", "one line, whatever the host says"
-
-
-def test_a_command_names_only_what_ssh_would_not_know_itself() -> None:
-    known = sky.Inventory(hosts={})
-    assert to_fetch(sky.Host(name="n", address="a.example", port=22), known, "~/x y") == "scp -r 'a.example:x y' ./n"
-    assert to_fetch(sky.Host(name="n", port=23), known, "/x") == "scp -r -P 23 n:/x ./n"
-
-
-def test_a_host_of_another_inventory_with_the_same_name_is_copied_from_by_scp() -> None:
-    known = sky.Inventory(hosts={"n": sky.Host(name="n", address="one.example")})
-    assert to_fetch(sky.Host(name="n", address="two.example"), known, "/x") == "scp -r two.example:/x ./n"
-    other = sky.Inventory(hosts={}, source=Path("hosts.toml"))
-    assert to_fetch(sky.Host(name="m", address="m.example"), other, "/x") == "scp -r m.example:/x ./m"
-
-
-def test_counts_are_exact_or_said_to_be_a_minimum() -> None:
-    assert str(Written("p", 1, 5, ("a",), True)) == "1 file (5 bytes): a"
-    assert str(Written("p", 2, 5, ("a",), False)) == "at least 2 files (5 bytes): a, …"
-    assert str(Written("p", 3, 5, ("a", "b", "c"), True)) == "3 files (5 bytes): a, b, c"
-
-
-def test_the_event_says_where_and_how() -> None:
-    host = sky.Host(name="n", address="a.example", cache="/c/")
-    found = event(host, sky.Inventory(hosts={"n": host}), Written("p-1", 1, 5, ("a",), True, "a"))
-    assert (found.host, found.path, found.what) == ("n", "/c/files/p-1", "1 file (5 bytes): a")
-    assert found.fetch == "skyfab get /c/files/p-1/a --hosts=n --to=n"
-    assert [path_of(host, workdir) for workdir in ("/data", "~/x")] == ["/data", "~/x"]
 
 
 def test_the_folder_of_a_project_is_readable_and_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -37,7 +37,7 @@ DOCUMENTS = st.recursive(
     ),
     max_leaves=12,
 )
-often = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+often = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 
 @pytest.fixture
@@ -45,6 +45,15 @@ def stream() -> Iterator[DeviceStream]:
     made = DeviceStream(99, "cpu", Node())
     yield made
     made.close()
+
+
+def sent(stream: DeviceStream) -> Batch:
+    """The batch of an instruction, which the host has not answered."""
+    stream.emit([-9])
+    stream.flush()
+    (batch,) = stream.link.batches  # type: ignore[attr-defined]
+    assert isinstance(batch, Batch)
+    return batch
 
 
 @often
@@ -85,9 +94,7 @@ def test_a_view_that_is_not_in_its_base(device: Any, view: list[Any]) -> None:
 @given(st.one_of(DOCUMENTS.map(lambda document: json.dumps(document).encode()), st.binary(max_size=50)))
 def test_any_reply(stream: DeviceStream, data: bytes) -> None:
     fresh = DeviceStream(99, "cpu", Node())
-    fresh.emit([-9])
-    fresh.flush()
-    (batch,) = fresh.link.batches  # type: ignore[attr-defined]
+    batch = sent(fresh)
     batch.answered(messages.Result(parts=[len(data)]), [memoryview(data)])
     assert batch.done
     for look in (fresh.check, batch.value):
@@ -98,21 +105,17 @@ def test_any_reply(stream: DeviceStream, data: bytes) -> None:
     fresh.close()
 
 
-@pytest.mark.parametrize(
-    ("buffers", "size"), [([], 4), ([b"123"], 4), ([b"12345"], 4), ([b"1234", b""], 4), ([b""], 4)]
-)
-def test_bytes_of_another_length(device: Any, buffers: list[bytes], size: int) -> None:
+@pytest.mark.parametrize("buffers", [[], [b"123"], [b"12345"], [b"1234", b""]])
+def test_bytes_of_another_length(buffers: list[bytes]) -> None:
     from skyfab.device import manual_kernels
 
     with pytest.raises(sky.ProtocolError, match="bytes for a tensor"):
-        manual_kernels.fill(torch.empty(size, dtype=torch.uint8), [memoryview(buffer) for buffer in buffers])
+        manual_kernels.fill(torch.empty(4, dtype=torch.uint8), [memoryview(buffer) for buffer in buffers])
 
 
 @pytest.mark.parametrize("why", ["died", "exit", "unstarted", "nonsense"])
 def test_a_worker_that_ends(stream: DeviceStream, why: str) -> None:
-    stream.emit([-9])
-    stream.flush()
-    (batch,) = stream.link.batches  # type: ignore[attr-defined]
+    batch = sent(stream)
     batch.answered(messages.Ended(why=why), [])
     with pytest.raises(sky.WorkerDied, match="tensors are lost"):
         stream.emit([-9])
@@ -122,23 +125,12 @@ def test_a_worker_that_ends(stream: DeviceStream, why: str) -> None:
 @pytest.mark.parametrize(("unfit", "kind"), [(True, sky.UsageError), (False, sky.WorkerDied)])
 def test_a_worker_that_could_not_begin(stream: DeviceStream, unfit: bool, kind: type[Exception]) -> None:
     """It says so: what a device executes may raise errors of the same name."""
-    stream.emit([-9])
-    stream.flush()
-    (batch,) = stream.link.batches  # type: ignore[attr-defined]
+    batch = sent(stream)
     text, name = "in use by another program", "skyfab.errors.UsageError"
     batch.answered(messages.Raised(parts=[], kind=name, text=text, traceback="", unfit=unfit), [])
     with pytest.raises(kind, match=text):
         stream.emit([-9])
     assert stream.is_lost
-
-
-def test_an_instruction_that_was_skipped(stream: DeviceStream) -> None:
-    stream.emit([-9])
-    stream.flush()
-    (batch,) = stream.link.batches  # type: ignore[attr-defined]
-    batch.answered(messages.Result(parts=[0]), [memoryview(b"")])
-    with pytest.raises(sky.DeviceError, match="not executed"):
-        batch.value()
 
 
 def test_sending_that_is_interrupted_is_not_silent(stream: DeviceStream, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,14 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from stage.threads import at_once
 
 import skyfab as sky
 from skyfab.lab import Lab
 from skyfab.lab.process import LabProcess
 
 torch = pytest.importorskip("torch")
-nn, F = torch.nn, torch.nn.functional
+nn = torch.nn
 
 pytestmark = pytest.mark.lab
 
@@ -82,9 +81,7 @@ def test_after_an_error_tensors_are_as_if_the_program_had_stopped_there(device: 
 @pytest.mark.parametrize(
     "change",
     [
-        lambda y: y.mul_(5),
         lambda y: y[0].add_(1),
-        lambda y: y.zero_(),
         lambda y: y.copy_(torch.zeros(3)),
         lambda y: y.index_fill_(0, torch.tensor([7]).to(y.device), 0.0),  # it is the one that fails
     ],
@@ -170,11 +167,8 @@ def test_a_killed_worker_is_an_error_within_two_seconds(lent_lab: Lab, own_pool:
     assert torch.ones(3, device=again).sum().item() == 3
 
 
-@pytest.mark.parametrize("seconds", [5, pytest.param(20, marks=[pytest.mark.slow, pytest.mark.soak])])
 @pytest.mark.slow
-def test_a_cut_in_the_middle_of_training_changes_nothing(
-    lent_lab: Lab, own_pool: Callable[..., sky.Compute], seconds: float
-) -> None:
+def test_a_cut_in_the_middle_of_training_changes_nothing(lent_lab: Lab, own_pool: Callable[..., sky.Compute]) -> None:
     pool = own_pool(1, lease=60)
     device = pool.device("cpu")
     expected = steps(device, 60)
@@ -183,7 +177,7 @@ def test_a_cut_in_the_middle_of_training_changes_nothing(
     def cut(number: int) -> None:
         if number == 30:
             machine.cut()
-            threading.Timer(seconds, machine.restore).start()
+            threading.Timer(5, machine.restore).start()
 
     assert steps(device, 60, cut) == expected
 
@@ -242,18 +236,7 @@ def test_what_a_device_cannot_be(remote_pool: sky.Compute) -> None:
 # ---- threads, forks, numbers
 
 
-def test_threads_share_a_device(device: Any) -> None:
-    def work(number: int) -> Any:
-        a = torch.full((4, 4), float(number), device=device, requires_grad=True)
-        for _ in range(50):
-            (a * 2).t()[1:3].sum().backward()
-        return a.grad.sum().item()
-
-    assert at_once(work, range(4)) == [50 * 2 * 8] * 4
-
-
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.soak)])
-def test_the_number_of_remote_tensors_stays(device: Any, count: int) -> None:
+def test_the_number_of_remote_tensors_stays(device: Any) -> None:
     model = nn.Linear(4, 4).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.ones(2, 4, device=device)
@@ -267,4 +250,4 @@ def test_the_number_of_remote_tensors_stays(device: Any, count: int) -> None:
         return sky.memory(device)["tensors"]
 
     before = train(20)
-    assert train(count) == before
+    assert train(60) == before

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import builtins
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -21,13 +20,11 @@ OPERATORS: dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]] = {
     "layer_norm": (lambda x, w, b: F.layer_norm(x, (8,), w, b), [(4, 8), (8,), (8,)]),
     "rms_norm": (lambda x, w: F.rms_norm(x, (8,), w), [(2, 4, 8), (8,)]),
     "rms_norm of two dimensions": (lambda x, w: F.rms_norm(x, (4, 8), w, 1e-3), [(2, 4, 8), (4, 8)]),
-    "rms_norm of everything": (lambda x: F.rms_norm(x, (4, 8)), [(4, 8)]),
     "batch_norm": (lambda x, w, b: F.batch_norm(x, None, None, w, b, training=True), [(4, 8), (8,), (8,)]),
     "group_norm": (lambda x, w, b: F.group_norm(x, 2, w, b), [(4, 8, 3), (8,), (8,)]),
     "attention": (F.scaled_dot_product_attention, [(2, 3, 4, 8)] * 3),
     "silu": (F.silu, [(4, 8)]),
     "mish": (F.mish, [(4, 8)]),
-    "gelu": (F.gelu, [(4, 8)]),
     "softmax": (lambda x: x.softmax(-1), [(4, 8)]),
 }
 
@@ -50,19 +47,7 @@ def test_one_instruction_each_way(device: Any, name: str) -> None:
         torch.testing.assert_close(there.cpu(), here, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_norms_in_other_dtypes(device: Any, dtype: Any) -> None:
-    x, weight = torch.randn(5, 8, dtype=dtype), torch.randn(8, dtype=dtype)
-    results = []
-    for where in ("cpu", device):
-        inputs = [tensor.to(where).requires_grad_() for tensor in (x, weight)]
-        result = F.rms_norm(inputs[0], (8,), inputs[1])
-        results.append([result, *torch.autograd.grad(result.sum(), inputs)])
-    for here, there in zip(*results, strict=True):
-        torch.testing.assert_close(there.cpu(), here)
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, where jvp is used first
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")  # torch's own, in its jvp
 @pytest.mark.parametrize("function", [lambda x: F.rms_norm(x, (8,)), F.silu, F.mish])
 def test_their_other_derivatives(device: Any, function: Callable[..., Any]) -> None:
     def second(x: torch.Tensor) -> torch.Tensor:
@@ -83,10 +68,8 @@ def test_their_other_derivatives(device: Any, function: Callable[..., Any]) -> N
     ("optimizer", "options", "most"),
     [
         (torch.optim.AdamW, {"fused": True}, 2),
-        (torch.optim.Adam, {"fused": True}, 2),
         (torch.optim.SGD, {"fused": True, "momentum": 0.9}, 1),
         (torch.optim.AdamW, {}, 8),
-        (torch.optim.SGD, {"momentum": 0.9}, 3),
     ],
 )
 def test_a_step_of_an_optimizer_does_not_depend_on_the_number_of_parameters(
@@ -101,32 +84,6 @@ def test_a_step_of_an_optimizer_does_not_depend_on_the_number_of_parameters(
             with sky.device.profile() as found:
                 chosen.step()
         assert found.operations <= most
-
-
-def test_clipping_does_not_depend_on_the_number_of_parameters(device: Any) -> None:
-    for layers in (1, 7):
-        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(layers))).to(device)
-        model(torch.ones(2, 4, device=device)).sum().backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        with sky.device.profile() as found:
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        assert found.operations <= 8
-
-
-def test_pytorch_does_not_import_the_device_module_for_each_tensor(device: Any, monkeypatch: Any) -> None:
-    a = torch.ones(3, device=device)
-    imported: list[str] = []
-    original = builtins.__import__
-
-    def find(name: str, *args: Any, **kwargs: Any) -> Any:
-        imported.append(name)
-        return original(name, *args, **kwargs)
-
-    monkeypatch.setattr(builtins, "__import__", find)
-    for _ in range(3):
-        a = a + a
-    monkeypatch.undo()
-    assert "torch.sky" not in imported
 
 
 def test_a_host_with_nothing_to_do_is_sent_a_module_immediately(device: Any, monkeypatch: Any) -> None:

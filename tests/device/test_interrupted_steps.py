@@ -92,7 +92,7 @@ print("ended")
 """
 
 
-@pytest.mark.parametrize("times", [40, pytest.param(1000, marks=pytest.mark.soak)])
-def test_every_interrupt_is_raised_and_the_device_goes_on(times: int) -> None:
-    ended = subprocess.run([sys.executable, "-c", PROGRAM, str(times)], capture_output=True, text=True, timeout=170)
+@pytest.mark.slow
+def test_every_interrupt_is_raised_and_the_device_goes_on() -> None:
+    ended = subprocess.run([sys.executable, "-c", PROGRAM, "21"], capture_output=True, text=True, timeout=170)
     assert (ended.returncode, ended.stdout) == (0, "ended\n"), ended.stderr[-3000:]

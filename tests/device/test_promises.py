@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
+import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,22 +14,19 @@ from stage.spot import until
 import skyfab as sky
 
 torch = pytest.importorskip("torch")
-nn, F = torch.nn, torch.nn.functional
+nn = torch.nn
 
 pytestmark = pytest.mark.lab
 
 WAITS: dict[str, Callable[[Any], Any]] = {
     "item": lambda a: a[0, 0].item(),
-    "float": lambda a: float(a[0, 0]),
     "if": lambda a: bool((a > 0).any()),
     "tolist": lambda a: a.tolist(),
     "cpu": lambda a: a.cpu(),
     "print": str,
     "a mask as an index": lambda a: a[a > 0],
     "nonzero": lambda a: a.nonzero(),
-    "unique": torch.unique,
     "equal": lambda a: torch.equal(a, a),
-    "pickle": pickle.dumps,
     "synchronize": lambda a: sky.synchronize(),
     "memory": lambda a: sky.memory(a.device),
     "run_on": lambda a: sky.run_on(a.device, len, a),
@@ -39,8 +35,6 @@ WAITS_NOT: dict[str, Callable[[Any], Any]] = {
     "shape": lambda a: (a.shape, a.dtype, len(a)),
     "arithmetic": lambda a: a @ a + 1,
     "a view": lambda a: a.t()[1:].unsqueeze(0),
-    "in place": lambda a: a.add_(0),
-    "where": lambda a: torch.where(a > 0, a, 0.0),
     "masked_fill": lambda a: a.masked_fill(a > 5, 0),
     "an index of numbers": lambda a: a[torch.tensor([1, 0])],
     "upload": lambda a: torch.ones(300, 300).to(a.device),
@@ -82,6 +76,7 @@ def test_an_error_that_was_caught_leaves_nothing_of_where_it_was_raised(device: 
         assert torch.func.grad(lambda x: (x**3).sum())(torch.tensor([2.0])).tolist() == [12]
 
 
+@pytest.mark.slow
 def test_a_seed_from_before_the_device_counts() -> None:
     torch.manual_seed(11)
     expected = torch.randn(3)
@@ -90,31 +85,24 @@ def test_a_seed_from_before_the_device_counts() -> None:
         assert torch.randn(3, device=compute.device("cpu")).tolist() == expected.tolist()
 
 
-def test_a_generator_that_is_dropped_ends_there(tmp_path: Path) -> None:
-    def numbers(note: Path) -> Iterator[int]:
+def test_a_generator_that_is_dropped_ends_there(device: Any) -> None:
+    def numbers() -> Iterator[int]:
+        os.environ.pop("NUMBERS_ENDED", None)
         try:
             yield from range(10**9)
         finally:
-            note.touch()
+            os.environ["NUMBERS_ENDED"] = "1"
 
-    with sky.Compute("local", ui="none") as compute:
-        found = sky.run_on(compute.device("cpu"), numbers, tmp_path / "ended")
-        assert next(found) == 0
-        del found
-        until((tmp_path / "ended").exists)
-
-
-def csr(**options: Any) -> Any:
-    return torch.sparse_csr_tensor(torch.tensor([0, 1]), torch.tensor([0]), torch.ones(1), (1, 1), **options)
+    found = sky.run_on(device, numbers)
+    assert next(found) == 0
+    del found
+    until(lambda: sky.run_on(device, os.getenv, "NUMBERS_ENDED") == "1")
 
 
 REFUSED: dict[str, Callable[[Any], Any]] = {
     "sparse CSR, to": lambda device: torch.eye(3).to_sparse_csr().to(device),
     "sparse, like": lambda device: torch.zeros_like(torch.ones(3, device=device), layout=torch.sparse_coo),
-    "sparse CSR, made": lambda device: csr(device=device),
-    "sparse CSR, multiplied": lambda device: csr(device=device) @ torch.ones(1, 1, device=device),
     "sparse, there": lambda device: torch.eye(3, device=device).to_sparse(),
-    "sparse, multiplied": lambda device: torch.eye(3).to_sparse() @ torch.eye(3, device=device),
     "nested": lambda device: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], device=device),
     "quantized, to": lambda device: torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.quint8).to(device),
     "quantized, there": lambda device: torch.quantize_per_tensor(torch.ones(3, device=device), 0.1, 0, torch.quint8),

@@ -235,7 +235,7 @@ def check_gradients(device: Any, steps: Sequence[Step]) -> None:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("count", [40, pytest.param(1000, marks=pytest.mark.soak)])
 @pytest.mark.parametrize(
     ("operations", "checked"), [(ALL, check), (DIFFERENTIABLE, check_gradients)], ids=["values", "gradients"]
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -56,12 +57,6 @@ def test_a_tensor_does_not_leave_those_that_share_its_memory(device: Any) -> Non
     assert base.resize_(6)[:4].tolist() == [0, 1, 2, 3]
 
 
-def test_a_new_tensor_is_on_the_device_of_the_old_one(device: Any, other: Any) -> None:
-    for where in (device, other):
-        assert torch.ones(2, device=where).new_tensor([1.0]).device == where
-        assert torch.ones(2, device=where).new(3).device == where
-
-
 def test_equal_arguments_of_another_type_are_other_arguments(device: Any) -> None:
     class Scale(nn.Module):
         def __init__(self) -> None:
@@ -101,11 +96,6 @@ def test_conjugated_and_negated_views(device: Any) -> None:
         sky.run_on(device, torch.abs, there.conj())
 
 
-def test_copies_that_need_not_block(device: Any) -> None:
-    assert torch.ones(2, device=device).to("cpu", non_blocking=True).tolist() == [1, 1]
-    assert torch.ones(2, device=device).to(torch.float16).dtype is torch.float16
-
-
 def test_elements_that_share_memory_are_not_written_to(device: Any) -> None:
     """It is an error at once: after a later one, autograd would have recorded the change."""
     x = torch.ones(3, device=device, requires_grad=True)
@@ -122,22 +112,6 @@ def test_elements_that_share_memory_are_not_written_to(device: Any) -> None:
     y.sum().backward()
     assert x.grad.tolist() == [1, 1, 1]
     assert y.detach().expand(2, 3).zero_().tolist() == [[0, 0, 0]] * 2
-
-
-def test_memory_of_the_device_is_not_shared_by_processes(device: Any) -> None:
-    with pytest.raises(RuntimeError, match="cannot share"):
-        torch.UntypedStorage._new_shared(12, device=device)
-    assert torch.UntypedStorage._new_shared(12).nbytes() == 12
-
-
-def test_an_error_shows_numbers_as_numbers(device: Any) -> None:
-    from skyfab.device.storages import by_address
-
-    x, index = torch.zeros(3, device=device), torch.tensor([9]).to(device)
-    value = by_address[x.data_ptr()].id
-    with pytest.raises(sky.DeviceError) as caught:
-        x.index_fill(0, index, value).cpu()
-    assert f"(float32[3], int64[1], {value}) at" in str(caught.value)
 
 
 def test_tensors_of_two_hosts_are_refused_at_once(device: Any, other: Any, syncs: Callable[[], int]) -> None:
@@ -175,16 +149,6 @@ def test_a_generator_of_another_device(device: Any, other: Any) -> None:
         torch.rand(3, generator=torch.Generator(), device=device)
 
 
-def test_equality(device: Any, other: Any) -> None:
-    ones = torch.ones(2, device=device)
-    assert torch.equal(ones, torch.ones(2, dtype=torch.int64, device=device))
-    assert not torch.equal(ones, torch.tensor([1, 2]).to(device))
-    assert not torch.equal(ones, torch.ones(3, device=device))
-    for elsewhere in ("cpu", other):
-        with pytest.raises(RuntimeError, match="expected all tensors to be on"):
-            torch.equal(ones, torch.ones(2, device=elsewhere))
-
-
 def test_numbers_of_this_machine_fill_masks(device: Any) -> None:
     x, mask = torch.ones(2, device=device, requires_grad=True), torch.tensor([True, False]).to(device)
     value = torch.tensor(3.0, requires_grad=True)
@@ -198,15 +162,7 @@ def test_numbers_of_this_machine_fill_masks(device: Any) -> None:
         x.masked_fill(mask, torch.tensor([3.0]))
 
 
-def test_memory_of_this_machine(device: Any) -> None:
-    x = torch.ones(2, device=device)
-    with pytest.raises(RuntimeError, match="cannot pin"):
-        x.pin_memory()
-    assert torch.ones(2).pin_memory().tolist() == [1, 1]
-    assert x.share_memory_() is x
-
-
-@pytest.mark.parametrize("kind", ["sparse_coo", "sparse_csr", "nested", "qint8"])
+@pytest.mark.parametrize("kind", ["sparse_coo", "nested", "qint8"])
 def test_results_of_other_layouts_cannot_stay(remote_pool: sky.Compute, device: Any, kind: str) -> None:
     def make() -> Any:
         made = torch.ones(2, 2)
@@ -214,8 +170,9 @@ def test_results_of_other_layouts_cannot_stay(remote_pool: sky.Compute, device: 
             return torch.nested.nested_tensor([made, made])
         if kind == "qint8":
             return torch.quantize_per_tensor(made, 0.1, 0, torch.qint8)
-        return [made, made.to_sparse() if kind == "sparse_coo" else made.to_sparse_csr()]
+        return [made, made.to_sparse()]
 
+    gc.collect()  # errors of other tests hold tensors
     before = sky.memory(device)["tensors"]
     with pytest.raises(sky.DeviceError, match=f"cannot contain a .*{kind}"):
         sky.run_on(device, make)
@@ -279,16 +236,3 @@ def test_the_default_dtype(device: Any) -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert dtypes() == {torch.float32}
-
-
-def test_storages_are_made_on_a_device(device: Any) -> None:
-    made = torch.UntypedStorage(8, device=device)
-    assert (made.device, made.nbytes()) == (device, 8)
-    assert torch.UntypedStorage(device=device).nbytes() == 0
-    assert torch.UntypedStorage([1, 2], device=device).cpu().tolist() == [1, 2]
-    assert (torch.UntypedStorage(8).nbytes(), torch.UntypedStorage(8, device="cpu").nbytes()) == (8, 8)
-    with pytest.raises(RuntimeError, match="byteswap of a storage on sky"):
-        made.byteswap(torch.float32)
-    here = torch.UntypedStorage([1, 2, 3, 4])
-    here.byteswap(torch.float32)
-    assert here.tolist() == [4, 3, 2, 1]

@@ -45,24 +45,17 @@ def attention(**options: Any) -> tuple[Program, list[Any]]:
 
 
 CASES: dict[str, Callable[[], tuple[Program, list[Any]]]] = {
-    "attention": attention,
     "causal attention": lambda: attention(is_causal=True, scale=0.3),
     "attention with a mask": lambda: (
         lambda q, k, v, mask: F.scaled_dot_product_attention(q, k, v, mask),
         [*(drawn(2, 4, 3) for _ in range(3)), drawn(4, 4)],
     ),
-    "GRU": lambda: recurrent("GRU"),
     "GRU, both ways": lambda: recurrent("GRU", bidirectional=True, num_layers=2),
-    "RNN": lambda: recurrent("RNN"),
     "RNN, relu": lambda: recurrent("RNN", nonlinearity="relu"),
-    "LSTM": lambda: recurrent("LSTM"),
     "LSTM with projections": lambda: recurrent("LSTM", proj_size=2),
     "packed GRU": lambda: (packed, [drawn(5, 2, 3), drawn(12, 3), drawn(12, 4)]),
-    "GRUCell": lambda: recurrent("GRUCell"),
-    "RNNCell": lambda: recurrent("RNNCell"),
     "LSTMCell": lambda: recurrent("LSTMCell"),
     "linear": lambda: (F.linear, [drawn(2, 3), drawn(4, 3), drawn(4)]),
-    "bilinear": lambda: (F.bilinear, [drawn(2, 3), drawn(2, 3), drawn(4, 3, 3)]),
     "layer_norm": lambda: (lambda x, w, b: F.layer_norm(x, (3,), w, b), [drawn(2, 3), drawn(3), drawn(3)]),
     "rms_norm": lambda: (lambda x, w: F.rms_norm(x, (3,), w), [drawn(2, 3), drawn(3)]),
     "group_norm": lambda: (lambda x, w, b: F.group_norm(x, 2, w, b), [drawn(2, 4, 3), drawn(4), drawn(4)]),
@@ -72,19 +65,22 @@ CASES: dict[str, Callable[[], tuple[Program, list[Any]]]] = {
     ),
     "conv2d": lambda: (F.conv2d, [drawn(1, 2, 5, 5), drawn(3, 2, 3, 3), drawn(3)]),
     "cross_entropy": lambda: (lambda x: F.cross_entropy(x, torch.tensor([0, 2]).to(x.device)), [drawn(2, 3)]),
-    "softmax": lambda: (lambda x: x.softmax(-1), [drawn(2, 3)]),
     "gelu": lambda: (F.gelu, [drawn(2, 3)]),
     "embedding": lambda: (lambda w: F.embedding(torch.tensor([1, 1, 0]).to(w.device), w), [drawn(3, 2)]),
 }
 
 
-def derived(program: Program, values: list[Any], where: Any) -> list[Any]:
+TWICE = {"batch_norm"}
+"""PyTorch 2.15 has no third derivatives of these."""
+
+
+def derived(program: Program, values: list[Any], where: Any, times: int = 3) -> list[Any]:
     """First, second and third derivatives, weighted so that no term is zero."""
     inputs = [value.to(where).requires_grad_() for value in values]
     result = program(*inputs)
     weight = torch.linspace(0.5, 2, result.numel(), dtype=result.dtype).view(result.shape).to(where).requires_grad_()
     found = []
-    for _ in range(3):
+    for _ in range(times):
         gradients = torch.autograd.grad((result * weight).sum(), [*inputs, weight], create_graph=True)
         found += gradients
         result = torch.cat([(gradient**2).flatten() for gradient in gradients])
@@ -92,9 +88,11 @@ def derived(program: Program, values: list[Any], where: Any) -> list[Any]:
     return [value.detach().cpu() for value in found]
 
 
-def outcome(program: Program, values: list[Any], where: Any) -> Any:
+def outcome(case: str, where: Any) -> Any:
+    torch.manual_seed(0)
+    program, values = CASES[case]()
     try:
-        return derived(program, values, where)
+        return derived(program, values, where, times=2 if case in TWICE else 3)
     except (RuntimeError, sky.DeviceError) as error:
         assert "is not implemented" in str(error)  # noqa: PT017
         return "not implemented"
@@ -103,9 +101,7 @@ def outcome(program: Program, values: list[Any], where: Any) -> Any:
 @pytest.mark.parametrize("case", CASES)
 def test_derivatives_of_derivatives(device: Any, case: str) -> None:
     """Where PyTorch has none on the CPU, there is none on the device."""
-    torch.manual_seed(0)
-    program, values = CASES[case]()
-    expected, found = outcome(program, values, "cpu"), outcome(program, values, device)
+    expected, found = outcome(case, "cpu"), outcome(case, device)
     if expected == "not implemented":
         assert found == expected
         assert torch.ones(2, device=device).tolist() == [1, 1]
@@ -122,15 +118,6 @@ def test_a_derivative_that_pytorch_does_not_have(device: Any) -> None:
         torch.autograd.grad(penalty, x, allow_unused=True)[0].cpu()
 
 
-def test_attention_of_operators_that_can_be_differentiated(device: Any) -> None:
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    values = [drawn(1, 2, 4, 8) for _ in range(3)]
-    with sdpa_kernel(SDPBackend.MATH):
-        found, expected = (derived(F.scaled_dot_product_attention, values, where) for where in (device, "cpu"))
-    torch.testing.assert_close(found, expected)
-
-
 def test_dropout_has_one_mask(device: Any) -> None:
     """The derivatives of a gradient have the mask of the forward."""
     lstm = nn.GRU(3, 3, num_layers=2, dropout=0.5).to(device)
@@ -142,20 +129,6 @@ def test_dropout_has_one_mask(device: Any) -> None:
         torch.rand(9, device=device)
         results.append(torch.autograd.grad(first.sum(), x)[0].cpu())
     assert torch.equal(*results)
-
-
-def test_a_gradient_penalty(device: Any) -> None:
-    """A training step of which a gradient is a part."""
-    results = []
-    for where in ("cpu", device):
-        torch.manual_seed(0)
-        model, rnn, x = nn.Linear(4, 1), nn.GRU(3, 4), torch.randn(5, 2, 3)
-        model, rnn, x = model.to(where), rnn.to(where), x.to(where).requires_grad_()
-        score = model(rnn(x)[0]).sum()
-        (gradient,) = torch.autograd.grad(score, x, create_graph=True)
-        (score + (gradient.norm() - 1) ** 2).backward()
-        results.append([p.grad.cpu() for p in (*model.parameters(), *rnn.parameters(), x)])
-    torch.testing.assert_close(results[1], results[0])
 
 
 def test_modules_on_the_host(device: Any) -> None:

@@ -63,8 +63,10 @@ def trained(model: Callable[[], Any], optimizer: Callable[[Any], Any], where: An
     return found
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("model", "optimizer"),
+    [*((model, "SGD, momentum") for model in MODELS), *(("with padding", optimizer) for optimizer in OPTIMIZERS)],
+)
 def test_training(device: Any, model: str, optimizer: str) -> None:
     found, expected = (trained(MODELS[model], OPTIMIZERS[optimizer], where) for where in (device, "cpu"))
     torch.testing.assert_close(found, expected)
@@ -81,11 +83,6 @@ def test_a_step_of_sgd_waits_for_nothing(device: Any, syncs: Callable[[], int]) 
     assert syncs() == before
 
 
-def test_both_hosts(other: Any) -> None:
-    found, expected = (trained(MODELS["embedding"], OPTIMIZERS["SparseAdam"], where) for where in (other, "cpu"))
-    torch.testing.assert_close(found, expected)
-
-
 def gradient(where: Any) -> Any:
     torch.manual_seed(0)
     table = nn.Embedding(10, 4, sparse=True).to(where)
@@ -95,25 +92,17 @@ def gradient(where: Any) -> Any:
 
 OPERATORS: dict[str, Callable[[Any], Any]] = {
     "coalesce": lambda g: g.coalesce().values(),
-    "indices": lambda g: g.coalesce().indices(),
-    "dense": lambda g: g.to_dense(),
     "scaled": lambda g: (g * 2).to_dense(),
-    "divided": lambda g: (g / 2).to_dense(),
     "scaled in place": lambda g: g.mul_(3).to_dense(),
-    "added": lambda g: (g + g).to_dense(),
     "added in place": lambda g: g.add_(g.clone()).to_dense(),
     "subtracted": lambda g: (g - g * 0.5).to_dense(),
     "added to a dense one": lambda g: torch.ones(10, 4, device=g.device) + g,
     "zero": lambda g: g.clone().zero_().to_dense(),
     "norm": lambda g: g.coalesce().norm(),
-    "sum": lambda g: torch.sparse.sum(g),
-    "count": lambda g: torch.tensor(g._nnz()),
     "float64": lambda g: g.double().to_dense(),
     "here": lambda g: g.cpu().to_dense(),
-    "detached": lambda g: g.detach().to_dense(),
     "shape": lambda g: torch.tensor([*g.shape, g.sparse_dim(), g.dense_dim()]),
     "mask": lambda g: torch.ones(10, 4, device=g.device).sparse_mask(g.coalesce()).to_dense(),
-    "negative": lambda g: (-g).to_dense(),
     "rows": lambda g: g.index_select(0, torch.tensor([1, 7], device=g.device)).to_dense(),
 }
 
@@ -123,22 +112,6 @@ OPERATORS: dict[str, Callable[[Any], Any]] = {
 def test_operators_of_sparse_gradients(device: Any, name: str) -> None:
     found, expected = (OPERATORS[name](gradient(where)) for where in (device, "cpu"))
     torch.testing.assert_close(found.cpu(), expected)
-
-
-def test_gradients_are_clipped(device: Any) -> None:
-    """Where PyTorch does so on the CPU."""
-    results = []
-    for where in ("cpu", device):
-        table, layer = nn.Embedding(10, 4, sparse=True), nn.Linear(4, 2)
-        torch.manual_seed(0)
-        for parameter in (*table.parameters(), *layer.parameters()):
-            nn.init.normal_(parameter)
-        table, layer = table.to(where), layer.to(where)
-        layer(table(IDS.to(where))).pow(2).sum().backward()
-        nn.utils.clip_grad_value_(layer.parameters(), 0.5)
-        torch.optim.SGD([*table.parameters(), *layer.parameters()], lr=0.1).step()
-        results.append([p.detach().cpu() for p in (*table.parameters(), *layer.parameters())])
-    torch.testing.assert_close(results[1], results[0])
 
 
 def test_the_memory_of_gradients_is_freed(device: Any) -> None:

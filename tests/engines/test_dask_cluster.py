@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
@@ -20,9 +19,9 @@ from stage.spot import until
 
 import skyfab as sky
 from skyfab.lab import Lab, LabHost
-from skyfab.ui.events import Event, Notice
+from skyfab.ui.events import Event
 
-distributed = pytest.importorskip("distributed")
+pytest.importorskip("distributed")
 np = pytest.importorskip("numpy")
 
 pytestmark = [
@@ -105,29 +104,8 @@ def test_a_dataframe_is_grouped_and_shuffled_between_hosts(client: Any) -> None:
     assert merged.sum() == 7  # all rows of a key are in one partition
 
 
-def test_results_come_as_they_are_completed(client: Any) -> None:
-    def late(seconds: float) -> float:
-        time.sleep(seconds)
-        return seconds
-
-    futures = client.map(late, [1.5, 0.01])
-    assert [future.result() for future in distributed.as_completed(futures)] == [0.01, 1.5]
-
-
-def test_large_arrays_go_there_and_back(client: Any) -> None:
-    data = np.random.default_rng(0).random(1_000_000)
-    future = client.scatter(data, broadcast=True)
-    assert float(client.submit(np.sum, future).result()) == pytest.approx(data.sum())
-    assert (client.gather(future) == data).all()
-
-
 def test_modules_of_the_project_are_there(client: Any) -> None:
     assert client.submit(remote.greeted, workers="node2").result()[0] == "node2"
-
-
-def test_an_exception_is_raised_here(client: Any) -> None:
-    with pytest.raises(ZeroDivisionError):
-        client.submit(lambda: 1 // 0).result()
 
 
 def test_a_killed_worker_is_started_again(client: Any, namespaces: Lab) -> None:
@@ -138,30 +116,7 @@ def test_a_killed_worker_is_started_again(client: Any, namespaces: Lab) -> None:
     assert client.submit(os.getpid, workers="node2", pure=False).result(timeout=60) != pid
 
 
-def test_workers_can_be_restarted(client: Any) -> None:
-    kept = client.submit(lambda: 1, pure=False)
-    before = addresses_of(client)
-    client.restart()
-    after = addresses_of(client)
-    assert after.keys() == before.keys()
-    assert not set(before.values()) & set(after.values())
-    assert kept.status == "cancelled"
-    assert client.submit(lambda: 2).result() == 2
-
-
-def test_output_of_tasks_is_shown_with_its_host(client: Any, seen: list[Event]) -> None:
-    client.submit(lambda: print("hello from a task"), workers="node2", pure=False).result()
-    until(lambda: any(getattr(one, "text", "") == "hello from a task" and one.host == "node2" for one in seen))
-
-
 # ---- the dashboard
-
-
-def test_the_dashboard_is_forwarded_and_its_address_shown(client: Any, seen: list[Event]) -> None:
-    notices = [one.text for one in seen if isinstance(one, Notice) and "dashboard" in one.text]
-    assert notices == [f"Dask's dashboard: {client.dashboard_link}"]
-    with urllib.request.urlopen(client.dashboard_link, timeout=20) as page:
-        assert b"bokeh" in page.read().lower()
 
 
 def test_the_dashboard_responds_only_to_those_who_know_its_address(client: Any) -> None:
@@ -320,19 +275,6 @@ def test_hosts_that_do_not_reach_each_other_are_an_error(apart: Lab) -> None:
             assert client.submit(sum, [1, 2]).result() == 3  # one host needs no network
 
 
-def test_a_host_that_is_blocked_by_a_firewall_is_named(lent_lab: Lab) -> None:
-    one, other = lent_lab.hosts[:2]
-    if lent_lab.kind != "namespace":
-        pytest.skip(lent_lab.limits[0])
-    one.block(other)
-    try:
-        with sky.Compute("node1,node2", inventory=lent_lab.inventory, ui="none") as compute:
-            with pytest.raises(sky.PeersUnreachable, match="node1"):
-                compute.dask()
-    finally:
-        one.unblock(other)
-
-
 def test_a_host_without_dask_is_an_error_that_names_the_plugin(open_pool: Callable[..., sky.Compute]) -> None:
     compute = open_pool("openssh", 2)
     with pytest.raises(sky.HostUnfit, match="Dask is not installed") as raised:
@@ -340,9 +282,3 @@ def test_a_host_without_dask_is_an_error_that_names_the_plugin(open_pool: Callab
             pass
     assert "plugins.dask()" in str(raised.value.hint) and "except for a Python" in str(raised.value.hint)
     assert sky.function(abs)(-1) >> compute == 1
-
-
-def test_a_version_that_does_not_exist_is_an_error(hosts_of: Callable[..., list[sky.Host]]) -> None:
-    with pytest.raises(sky.SkyfabError, match=r"distributed==1\.0\.987"):
-        with sky.Compute(hosts_of("openssh", 1), plugins=[sky.plugins.dask(version="1.0.987")], ui="none"):
-            pass

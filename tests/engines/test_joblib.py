@@ -6,8 +6,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import CancelledError
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from stage import labs
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.errors import HostLost, NotPicklable, RemoteError, UsageError, WorkerDied
+from skyfab.errors import NotPicklable, RemoteError, WorkerDied
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -84,13 +83,6 @@ def test_the_pool_is_the_default_backend_until_it_closes(joblib: Any) -> None:
     assert type(joblib.parallel.get_active_backend()[0]).__name__ == "LokyBackend"
 
 
-def test_a_pool_inside_of_another_gives_it_back(joblib: Any, three: sky.Compute) -> None:
-    with sky.Compute("local", slots=5, ui="none", plugins=[sky.plugins.joblib()]):
-        assert joblib.effective_n_jobs(-1) == 5
-    assert joblib.effective_n_jobs(-1) == 3
-    assert joblib.Parallel(n_jobs=2, backend="skyfab")([joblib.delayed(square)(3)]) == [9]
-
-
 def test_jobs_are_slots(joblib: Any, three: sky.Compute) -> None:
     counts = {jobs: joblib.effective_n_jobs(jobs) for jobs in (-1, None, 1, 2, 3, 100, -2, -3, -9)}
     assert counts == {-1: 3, None: 3, 1: 1, 2: 2, 3: 3, 100: 3, -2: 2, -3: 1, -9: 1}
@@ -98,27 +90,6 @@ def test_jobs_are_slots(joblib: Any, three: sky.Compute) -> None:
         joblib.Parallel(n_jobs=0)([joblib.delayed(square)(1)])
     (pid, _), (other, _) = joblib.Parallel(n_jobs=1)(joblib.delayed(where)(each) for each in range(2))
     assert pid == other == os.getpid(), "one job is run here, as joblib does"
-
-
-def test_a_pool_with_one_slot_is_used_too(joblib: Any) -> None:
-    with sky.Compute("local", ui="none", plugins=[sky.plugins.joblib()]):
-        found = joblib.Parallel(n_jobs=-1)(joblib.delayed(where)(each) for each in range(6))
-    assert len({pid for pid, _ in found}) == 1 and found[0][0] != os.getpid()
-
-
-def test_fewer_jobs_than_slots_are_a_limit(joblib: Any, three: sky.Compute, tmp_path: Path) -> None:
-    def most(jobs: int) -> int:
-        tasks = [joblib.delayed(touch)(str(tmp_path), number, 0.1) for number in range(9)]
-        return max(joblib.Parallel(n_jobs=jobs, batch_size=1)(tasks))
-
-    until(lambda: most(3) == 3)  # processes of slots have started
-    assert max(most(2) for _ in range(3)) <= 2
-    until(lambda: most(2) == 2)
-
-
-def test_numerical_libraries_share_the_cores(joblib: Any, three: sky.Compute) -> None:
-    ((_, threads),) = set(joblib.Parallel(n_jobs=-1)([joblib.delayed(where)(0)]))
-    assert threads == os.environ.get("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // 3)))
 
 
 def test_parallel_code_inside_of_tasks_uses_threads(joblib: Any, three: sky.Compute) -> None:
@@ -163,22 +134,13 @@ def cleared(array: Any, number: int) -> float:
     return number
 
 
-@pytest.mark.parametrize("batch", [1, 20])
-def test_no_task_changes_a_large_array_of_others(joblib: Any, three: sky.Compute, batch: int) -> None:
+def test_no_task_changes_a_large_array_of_others(joblib: Any, three: sky.Compute) -> None:
     import numpy as np
 
     array = np.ones(200_000)
     tasks = (joblib.delayed(cleared)(array, number) for number in range(60))
     with pytest.raises(ValueError, match="read-only"):
-        joblib.Parallel(n_jobs=-1, batch_size=batch)(tasks)
-
-
-def test_results_come_as_a_generator(joblib: Any, three: sky.Compute) -> None:
-    tasks = (joblib.delayed(square)(number) for number in range(100))
-    assert list(joblib.Parallel(n_jobs=-1, return_as="generator")(tasks)) == [number**2 for number in range(100)]
-    tasks = (joblib.delayed(square)(number) for number in range(100))
-    found = joblib.Parallel(n_jobs=-1, return_as="generator_unordered")(tasks)
-    assert sorted(found) == [number**2 for number in range(100)]
+        joblib.Parallel(n_jobs=-1, batch_size=20)(tasks)
 
 
 def test_an_error_stops_the_tasks_that_run_and_the_next_call_works(joblib: Any, three: sky.Compute) -> None:
@@ -211,50 +173,21 @@ def test_what_cannot_be_pickled_is_an_error(joblib: Any, three: sky.Compute) -> 
         joblib.Parallel(n_jobs=-1)(joblib.delayed(os._exit)(3) for _ in range(5))
 
 
-def test_a_pool_that_closes_ends_a_call_of_another_thread(joblib: Any, open_pool: Callable[..., sky.Compute]) -> None:
-    compute = open_pool("local", slots=2, plugins=[sky.plugins.joblib()])
-    errors: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            joblib.Parallel(n_jobs=2, backend="skyfab")(joblib.delayed(time.sleep)(600) for _ in range(9))
-        except BaseException as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=work)
-    parallel = joblib.Parallel(n_jobs=2)
-    thread.start()
-    time.sleep(0.5)
-    compute.close()
-    thread.join(60)
-    assert not thread.is_alive() and isinstance(errors[0], CancelledError)
-    with pytest.raises(UsageError, match="pool of this executor is closed"):
-        parallel(joblib.delayed(square)(each) for each in range(9))
-
-
 @pytest.mark.lab
 @pytest.mark.slow
-@pytest.mark.parametrize("retries", [0, 1])
-def test_a_host_is_lost_in_the_middle_of_a_thousand_tasks(joblib: Any, retries: int) -> None:
+def test_a_host_is_lost_in_the_middle_of_a_thousand_tasks(joblib: Any) -> None:
     with labs.start(2, python=sys.executable) as lab:
         if lab.kind != "namespace":
             pytest.skip(lab.limits[0])
-        plugins = [sky.plugins.joblib(retries=retries)]
+        plugins = [sky.plugins.joblib(retries=1)]
         with sky.Compute(inventory=lab.inventory, slots=2, lease=2, ui="none", plugins=plugins):
             done: list[int] = []
             parallel = joblib.Parallel(n_jobs=-1, batch_size=1, return_as="generator_unordered")
-            found = parallel(joblib.delayed(touch)("/tmp", number, 0.02) for number in range(1000))
-            if retries:
-                for number in found:
-                    done.append(number)
-                    if len(done) == 100:
-                        lab.hosts[1].kill()
-                assert len(done) == 1000
-            else:
-                next(found)
-                lab.hosts[1].kill()
-                with pytest.raises(HostLost):
-                    list(found)
+            for number in parallel(joblib.delayed(touch)("/tmp", number, 0.02) for number in range(1000)):
+                done.append(number)
+                if len(done) == 100:
+                    lab.hosts[1].kill()
+            assert len(done) == 1000
 
 
 @pytest.mark.slow
@@ -269,11 +202,3 @@ def test_scikit_learn_searches_on_the_pool(joblib: Any, three: sky.Compute) -> N
     search.fit(images, labels)
     assert search.best_score_ > 0.9 and len(search.cv_results_["params"]) == 6
     until(lambda: not [one for one in threading.enumerate() if one.name.startswith("skyfab-executor")])
-
-
-def test_hosts_get_the_versions_of_this_machine(joblib: Any) -> None:
-    host = sky.Host(name="node1", address="192.0.2.1")
-    image = sky.plugins.joblib().transform(sky.Image(pip=["numpy"]), host)
-    assert "numpy" in image.pip and f"joblib=={joblib.__version__}" in image.pip
-    again = sky.plugins.joblib().transform(sky.Image(pip=["joblib<2"]), host)
-    assert [text for text in again.pip if text.startswith("joblib")] == ["joblib<2"]

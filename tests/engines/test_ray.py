@@ -7,10 +7,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from urllib.request import urlopen
 
 import pytest
-from stage.ray_calls import MARK, host_and_address, spread
+from stage.ray_calls import host_and_address
 from stage.ray_hosts import SMALL, assert_nothing_is_left, needs_ray, of_ray
 
 import skyfab as sky
@@ -58,13 +57,6 @@ def test_it_ends_with_its_block(ray_pool: sky.Compute, lab: Lab) -> None:
 
 
 @needs_ray
-def test_a_process_that_has_used_one_can_use_the_next(ray_pool: sky.Compute) -> None:
-    for _ in range(2):
-        with ray_pool.ray(**SMALL):
-            assert ray_pool.submit(spread(2), on="node1").result()[2] == MARK
-
-
-@needs_ray
 def test_nothing_is_left_of_a_program_that_is_killed(hosts: list[sky.Host], lab: Lab, tmp_path: Path) -> None:
     path = tmp_path / "program.py"
     path.write_text(PROGRAM)
@@ -108,27 +100,3 @@ def test_a_host_without_ray_says_so(hosts: list[sky.Host], lab: Lab) -> None:
     assert str(raised.value.hint).endswith(f": uv pip install --python={image.python} ray"), (
         "the plugin is in use already"
     )
-
-
-def test_a_pool_without_the_plugin_says_so(open_pool: Callable[..., sky.Compute]) -> None:
-    with pytest.raises(sky.UsageError, match="this pool has no Ray") as raised:
-        open_pool().ray()
-    assert "plugins=[sky.plugins.ray()]" in str(raised.value.hint)
-
-
-def test_a_version_that_cannot_be_had_is_named(hosts: list[sky.Host]) -> None:
-    pool = sky.Compute(hosts[:1], plugins=[sky.plugins.ray(version="99.0")], ui="none")
-    with pytest.raises(sky.SkyfabError, match=r"ray==99\.0"), pool:
-        pass
-
-
-@needs_ray
-@pytest.mark.soak
-def test_the_dashboard_is_forwarded(hosts: list[sky.Host], lab: Lab) -> None:
-    with sky.Compute(hosts[:1], plugins=[sky.plugins.ray("default")], ui="none") as compute:
-        ray = compute.ray(**SMALL)
-        with ray:
-            assert ray.dashboard is not None
-            with urlopen(ray.dashboard, timeout=30) as page:
-                assert b"Ray Dashboard" in page.read()
-        assert_nothing_is_left(lab)

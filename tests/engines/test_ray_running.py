@@ -43,10 +43,6 @@ def test_tasks_run_on_all_nodes_and_find_the_modules_of_the_project(
     assert address.rpartition(":")[0] == lab.hosts[0].address
 
 
-def test_functions_on_every_host_know_its_address(ray_pool: sky.Compute, address: str) -> None:
-    assert host_and_address() @ ray_pool == [(0, address), (1, address)]
-
-
 def test_submit_runs_a_call_on_the_head_of_the_running_one(ray_pool: sky.Compute, address: str) -> None:
     assert ray_pool.ray().submit(host_and_address()) == (0, address)
 

@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import wait
 from typing import Any
 
 import pytest
@@ -60,15 +59,6 @@ def test_trials_run_on_all_gpus(pool: sky.Compute, study: Any) -> None:
     assert study.best_value < 10
 
 
-def test_a_callback_stops_the_study(pool: sky.Compute, study: Any) -> None:
-    stop = optuna.study.MaxTrialsCallback(3)
-    pool.study(study, parabola, n_trials=50, gpus=1, callbacks=[stop])
-    assert 3 <= len(states(study)) < 10 and set(states(study)) == {"COMPLETE"}
-    pool.study(study, parabola, n_trials=2, gpus=1)
-    with pytest.raises(RuntimeError):
-        study.stop()
-
-
 def falling(trial: Any) -> float:
     import optuna
 
@@ -106,33 +96,6 @@ def test_a_failure_ends_the_study_and_all_trials(pool: sky.Compute, study: Any) 
     assert sky.function(len)("four") >> pool == 4
 
 
-def test_trials_that_have_ended_beside_a_failure_keep_their_values(open_pool: Callable[..., sky.Compute]) -> None:
-    def ends(trial: Any) -> float:
-        if trial.number == 0:
-            raise ZeroDivisionError
-        if trial.number == 1:
-            raise optuna.TrialPruned
-        if trial.number == 3:
-            time.sleep(1000)
-        return 2.0
-
-    study, futures = optuna.create_study(), []
-    compute = open_pool("local", slots=4)
-    submit = compute.submit
-
-    def kept(*arguments: Any, **options: Any) -> Any:
-        futures.append(submit(*arguments, **options))
-        if len(futures) == 4:
-            wait(futures[:3])  # before the study looks at the first
-        return futures[-1]
-
-    compute.submit = kept  # type: ignore[method-assign]
-    with pytest.raises(ZeroDivisionError):
-        compute.study(study, ends, n_trials=4)
-    assert states(study) == ["FAIL", "PRUNED", "COMPLETE", "FAIL"]
-    assert study.trials[2].value == 2.0
-
-
 def test_all_trials_are_stopped_and_told_of_although_the_storage_fails(
     open_pool: Callable[..., sky.Compute], study: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -158,48 +121,6 @@ def test_all_trials_are_stopped_and_told_of_although_the_storage_fails(
     assert sky.gather(*(sky.function(abs)(number) for number in range(4))) >> compute == (0, 1, 2, 3)
 
 
-def test_an_error_says_which_trial_and_its_parameters(pool: sky.Compute, study: Any) -> None:
-    def fails(trial: Any) -> float:
-        if trial.suggest_categorical("lr", [0.5]) and trial.number == 2:
-            raise ZeroDivisionError
-        return 1.0
-
-    with pytest.raises(ZeroDivisionError) as error:
-        pool.study(study, fails, n_trials=3)
-    assert "in the study: trial 2, {'lr': 0.5}" in error.value.__notes__
-
-
-def test_failures_that_are_caught_and_values_that_are_none(pool: sky.Compute, study: Any) -> None:
-    def mixed(trial: Any) -> Any:
-        if trial.number % 3 == 0:
-            raise LookupError(trial.number)
-        if trial.number % 3 == 1:
-            os._exit(3)
-        return None if trial.number == 2 else 1.0
-
-    with pytest.warns(UserWarning, match="could not be cast to float"):
-        pool.study(study, mixed, n_trials=9, catch=(LookupError, sky.WorkerDied))
-    assert states(study) == ["FAIL", "FAIL", "FAIL", "FAIL", "FAIL", "COMPLETE", "FAIL", "FAIL", "COMPLETE"]
-
-
-def test_what_optuna_refuses_is_raised_where_it_was_asked_for(pool: sky.Compute, study: Any) -> None:
-    def refused(trial: Any) -> float:
-        with pytest.raises(ValueError, match="low"):
-            trial.suggest_float("x", 2, 1)
-        with pytest.raises(AttributeError, match="missing"):
-            trial.missing()
-        return 1.0
-
-    pool.study(study, refused, n_trials=1)
-    assert study.best_value == 1.0
-
-
-def test_several_values(pool: sky.Compute) -> None:
-    study = optuna.create_study(directions=["minimize", "maximize"])
-    pool.study(study, sky.function(gpus=1)(lambda trial: (trial.suggest_float("x", 0, 1), 2)), n_trials=3)
-    assert [trial.values[1] for trial in study.trials] == [2, 2, 2]
-
-
 def test_ctrl_c_stops_the_trials(pool: sky.Compute, study: Any, lent_lab: Any) -> None:
     def endless(trial: Any) -> None:
         trial.set_user_attr("pid", os.getpid())
@@ -220,15 +141,6 @@ def test_ctrl_c_stops_the_trials(pool: sky.Compute, study: Any, lent_lab: Any) -
     for trial in study.trials:
         host = lab_hosts[trial.user_attrs["host"]]
         until(lambda: all(one.pid != trial.user_attrs["pid"] for one in host.processes()))  # noqa: B023
-
-
-def test_a_study_goes_on_where_it_was(pool: sky.Compute, study: Any) -> None:
-    study.enqueue_trial({"x": 2.0})
-    for count in (3, 4):
-        pool.study(study, lambda trial: trial.suggest_float("x", 0, 10), n_trials=count)
-    assert study.trials[0].value == 2.0
-    pool.study(study, lambda trial: 1 / 0, n_trials=0)
-    assert len(study.trials) == 7
 
 
 def test_mistakes(pool: sky.Compute, study: Any) -> None:

@@ -6,8 +6,6 @@ import errno
 import json
 import os
 import re
-import subprocess
-import sys
 import tarfile
 from collections.abc import Iterator
 from dataclasses import replace
@@ -143,28 +141,6 @@ def test_the_digest_is_of_the_files_and_not_of_where_they_are(tmp_path: Path, in
     assert len({here.digest, lock_of("app", target=replace(HOST, arch="aarch64")).digest}) == 2
 
 
-def test_what_is_placed_can_be_installed_without_a_network(tmp_path: Path, index: Index) -> None:
-    """Also a relative path, as it is from the lock's folder."""
-    index.add("app", "1.0", requires=["other"])
-    index.add("other", "2.0")
-    here = replace(HOST, python=f"{sys.version_info.major}.{sys.version_info.minor}")
-    lock = lock_of("app", target=here)
-    files = fetch(lock.wheels)
-    folder = cache_folder() / "wheels"
-    file = folder / "pylock.toml"
-    for place in (lambda w: str(files[w.sha256]), lambda w: f"{w.sha256}/{w.filename}"):
-        file.write_text(lock.placed(place))
-        uv.run_uv("venv", "-q", "--clear", "--no-project", "--python", sys.executable, str(tmp_path / "env"))
-        python = str(tmp_path / "env" / "bin" / "python")
-        uv.run_uv(
-            "pip", "sync", "--offline", "--python", python, str(file), env={"UV_CACHE_DIR": str(tmp_path / "uv2")}
-        )
-        code = "import app, other; print(app.version, other.version)"
-        assert subprocess.check_output([python, "-c", code], text=True) == "1.0 2.0\n"
-    file.write_text(make_lock(Image(), here).placed(str))
-    uv.run_uv("pip", "sync", "--offline", "--python", python, str(file))
-
-
 # ---- platforms
 
 TAGS = {
@@ -187,23 +163,15 @@ def native(index: Index) -> Index:
     return index
 
 
-@pytest.mark.parametrize("arch", ["x86_64", "aarch64"])
-@pytest.mark.parametrize(
-    ("libc", "version", "tag"),
-    [
-        ("glibc 2.17", "1.0", TAGS["2.17"]),
-        ("glibc 2.28", "1.0", TAGS["2.28"]),
-        ("glibc 2.30", "1.0", TAGS["2.28"]),
-        ("glibc 2.36", "2.0", TAGS["2.35"]),
-        ("glibc 2.99", "2.0", TAGS["2.35"]),
-        ("musl 1.2.4", "1.0", TAGS["musl"]),
-    ],
-)
-def test_each_platform_gets_its_newest_version_and_best_wheel(
-    native: Index, arch: str, libc: str, version: str, tag: str
-) -> None:
-    (wheel,) = lock_of("native", target=replace(HOST, arch=arch, libc=libc)).wheels
-    assert (wheel.version, wheel.filename) == (version, f"native-{version}-{tag.format(arch=arch)}.whl")
+def test_each_platform_gets_its_newest_version_and_best_wheel(native: Index) -> None:
+    for arch, libc, version, tag in (
+        ("aarch64", "glibc 2.17", "1.0", TAGS["2.17"]),
+        ("x86_64", "glibc 2.30", "1.0", TAGS["2.28"]),
+        ("x86_64", "glibc 2.36", "2.0", TAGS["2.35"]),
+        ("aarch64", "musl 1.2.4", "1.0", TAGS["musl"]),
+    ):
+        (wheel,) = lock_of("native", target=replace(HOST, arch=arch, libc=libc)).wheels
+        assert (wheel.version, wheel.filename) == (version, f"native-{version}-{tag.format(arch=arch)}.whl")
 
 
 def test_macos_and_other_pythons_get_theirs(native: Index) -> None:
@@ -219,22 +187,6 @@ def test_no_wheel_for_the_platform_is_said_with_the_platform(native: Index) -> N
         lock_of("native==2.0", target=replace(HOST, libc="glibc 2.28"))
     with pytest.raises(LockError, match=r"(?s)macOS|Darwin x86_64"):
         lock_of("native", target=Target(system="Darwin", arch="x86_64", libc="", python="3.11"))
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"arch": "s390x"},
-        {"system": "FreeBSD"},
-        {"system": ""},
-        {"libc": "glibc 2.12"},
-        {"libc": "musl 1.1.24"},
-        {"libc": ""},
-    ],
-)
-def test_a_platform_that_uv_does_not_know_is_an_error(changes: dict[str, str]) -> None:
-    with pytest.raises(UsageError, match="no packages are available for"):
-        lock_of("native", target=replace(HOST, **changes))
 
 
 def test_dependencies_go_by_the_targets_markers(index: Index) -> None:
@@ -328,8 +280,6 @@ def test_a_wheel_may_be_named_by_its_url(index: Index, private: Index) -> None:
     ("image", "said"),
     [
         (Image(pip=("-r requirements.txt",)), "not a valid requirement"),
-        (Image(pip=("app @",)), "not a valid requirement"),
-        (Image(pip=("",)), "not a valid requirement"),
         (Image(pip=("app",), pip_indexes=(PipIndex("/not/there", ("app",)),)), "no such folder"),
         (Image(pip=("app",), pip_indexes=(PipIndex("https://a.example/simple"),)), "no packages named"),
         (Image(pip=("app",), pip_indexes=(PipIndex("/", ("App",)), PipIndex("/", ("app",)))), "app has two indexes"),
@@ -349,17 +299,6 @@ def older(lock: Lock) -> str:
     return last.removeprefix("# older than the newest version: ") if last.startswith("#") else ""
 
 
-def test_a_package_without_a_wheel_of_its_newest_version_is_named(native: Index) -> None:
-    native.add("native", "3.0", tag="cp312-cp312-manylinux_2_17_x86_64")
-    why = "native==3.0 has no wheels with a matching Python implementation tag"
-    assert older(lock_of("native", target=replace(HOST, libc="glibc 2.28"))) == f"native 1.0 ({why})"
-    assert older(lock_of("native")) == f"native 2.0 ({why})"
-    native.add("native", "3.0", tag="cp311-cp311-manylinux_2_35_x86_64")
-    why = "native>=2.0 has no wheels with a matching platform tag"
-    assert older(lock_of("native", target=replace(HOST, libc="glibc 2.28"), upgrade=True)) == f"native 1.0 ({why})"
-    assert older(lock_of("native", upgrade=True)) == ""
-
-
 def test_a_package_that_another_one_holds_back_is_named(index: Index, private: Index) -> None:
     """Also if an older version of the other one would not, and if only another package requires that one."""
     for version in ("1.0", "2.0"):
@@ -377,14 +316,6 @@ def test_a_package_that_another_one_holds_back_is_named(index: Index, private: I
     private.add("app", "1.5", requires=["lib<2"])
     scoped = (PipIndex(private.secret_url, ("app",)),)
     assert older(lock_of("app", "lib", scoped=scoped)) == "lib 1.0 (all versions of app depend on lib<2)"
-
-
-def test_what_the_user_excludes_is_not_named(index: Index) -> None:
-    index.add("app", "1.0")
-    index.add("app", "2.0")
-    for wanted in ("app<2", "app==1.0", "app!=2.0"):
-        lock = lock_of(wanted)
-        assert (chosen(lock), older(lock)) == ({"app": "1.0"}, "")
 
 
 # ---- what goes wrong
@@ -410,33 +341,16 @@ def test_versions_that_cannot_be_together(index: Index) -> None:
     assert len(str(caught.value).splitlines()) < 18
 
 
-def test_an_index_that_is_down(index: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UV_DEFAULT_INDEX", index.url.replace("//", "//me:hidden@"))
-    index.close()
-    with pytest.raises(LockError, match=r"(?s)Connection refused.*hint: is the index up") as caught:
-        lock_of("app")
-    assert "hidden" not in str(caught.value)
-
-
 def test_an_index_that_is_down_is_asked_once(index: Index, private: Index, counted: Counted) -> None:
     """Each attempt of uv takes 20 s if nothing answers at its address."""
     index.add("app", "1.0", requires=["inner"])
     private.close()
-    with pytest.raises(LockError, match=r"(?s)^cannot reach an index.*Connection refused"):
-        lock_of("app", scoped=(PipIndex(private.url, ("inner",)),))
+    with pytest.raises(
+        LockError, match=r"(?s)^cannot reach an index.*Connection refused.*hint: is the index up"
+    ) as down:
+        lock_of("app", scoped=(PipIndex(private.secret_url, ("inner",)),))
     assert counted.resolutions == 1
-
-
-def test_a_cache_of_uv_that_is_full_is_said_to_be_so() -> None:
-    said = "Failed to write to the client cache\ncause: failed to write to file `/c/x`: No space left on device"
-    assert uv.UvFailed(said).hint.startswith("uv's cache on this machine is full: uv cache prune")
-
-
-def test_an_index_that_wants_a_password(private: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    private.add("app", "1.0")
-    monkeypatch.setenv("UV_DEFAULT_INDEX", private.url)
-    with pytest.raises(LockError, match=r"(?s)401.*hint: put user and password"):
-        lock_of("app")
+    assert PASSWORD not in str(down.value)
 
 
 def test_credentials_are_in_no_file_and_no_message(
@@ -501,14 +415,13 @@ def test_other_inputs_are_another_lock(index: Index, counted: Counted, monkeypat
     assert counted.resolutions == 6
 
 
-@pytest.mark.parametrize("name", ["UV_CONSTRAINT", "UV_OVERRIDE"])
 def test_another_content_of_a_file_with_limits_is_another_lock(
-    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index.add("app", "1.0")
     index.add("app", "2.0")
     limits = tmp_path / "limits.txt"
-    monkeypatch.setenv(name, str(limits))
+    monkeypatch.setenv("UV_CONSTRAINT", str(limits))
     for version in ("2.0", "1.0"):
         limits.write_text(f"app=={version}\n")
         assert chosen(lock_of("app")) == {"app": version}
@@ -525,7 +438,7 @@ def test_the_uv_toml_of_a_machine_is_read(index: Index, tmp_path: Path, monkeypa
     assert chosen(lock_of("app")) == {"app": "2.0b1"}
 
 
-@pytest.mark.parametrize("damage", ["", "# x\n", "cut", "\udcff"])
+@pytest.mark.parametrize("damage", ["cut", "\udcff"])
 def test_a_damaged_lock_is_made_again(index: Index, counted: Counted, damage: str) -> None:
     index.add("app", "1.0")
     first = lock_of("app")
@@ -565,22 +478,12 @@ def links(tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch) -> Path
 
 @pytest.mark.parametrize(
     ("driver", "version"),
-    [("", "2.13.0+cpu"), ("550.54.15", "2.13.0+cu126"), ("470.82", "2.12.0+cu118"), ("580.65.06", "2.13.0+cu130")],
+    [("", "2.13.0+cpu"), ("550.54.15", "2.13.0+cu126"), ("470.82", "2.12.0+cu118")],
 )
 def test_a_build_that_pip_is_shown_is_taken_where_it_suits(links: Path, driver: str, version: str) -> None:
     for build in ("2.13.0+cpu", "2.13.0+cu126", "2.13.0+cu130", "2.12.0+cu118", "2.12.0+cpu"):
         torch_wheel(links, build)
     assert chosen(lock_of("torch", target=replace(HOST, driver=driver))) == {"torch": version}
-
-
-def test_a_folder_that_pip_is_shown_comes_before_an_index(
-    links: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    torch_wheel(links, "2.12.0+cpu")
-    with Index(tmp_path / "extra") as extra:
-        torch_wheel(extra.folder, "2.13.0+cpu")
-        monkeypatch.setenv("PIP_EXTRA_INDEX_URL", extra.url)
-        assert chosen(lock_of("torch"))["torch"] == "2.12.0+cpu"
 
 
 def test_also_where_torch_only_comes_along(links: Path, index: Index) -> None:
@@ -596,28 +499,11 @@ def test_beside_torch_a_package_that_does_not_exist_is_named(links: Path, index:
     assert "--torch-backend" not in counted.notes.read_text()
 
 
-def test_versions_asked_for_hold_for_builds_too(links: Path) -> None:
-    for build in ("2.13.0+cpu", "2.12.0+cpu"):
-        torch_wheel(links, build)
-    assert chosen(lock_of("torch<2.13"))["torch"] == "2.12.0+cpu"
-
-
-def test_an_index_of_ones_own_may_have_a_build_without_a_name(
-    tmp_path: Path, index: Index, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It suits a host without GPU if it brings nothing for GPUs."""
-    torch_wheel(index.folder, "2.14.0")
-    assert chosen(lock_of("torch")) == {"torch": "2.14.0"}
-
-
 @pytest.mark.parametrize(
     ("changes", "path"),
     [
         ({}, "/whl/cpu/torch"),
-        ({"driver": "N/A"}, "/whl/cpu/torch"),
-        ({"driver": "580.65.06"}, r"/whl/cu13\d/torch"),
         ({"driver": "550.54.15"}, r"/whl/cu12\d/torch"),
-        ({"driver": "470.82.01"}, r"/whl/cu118/torch"),
         ({"rocm": "6.4.1"}, r"/whl/rocm6\.4/torch"),
     ],
 )
@@ -635,9 +521,7 @@ def test_else_uv_chooses_pytorchs_index_for_the_targets_gpu(
     [
         ({}, True),
         ({"driver": "N/A"}, True),
-        ({"driver": "580.65.06"}, True),
         ({"driver": "550.54.15"}, False),  # too old for CUDA 13: torch would not find the GPU
-        ({"rocm": "6.4.1"}, False),
     ],
 )
 def test_without_pytorchs_index_the_default_index_is_used(
@@ -653,40 +537,24 @@ def test_without_pytorchs_index_the_default_index_is_used(
             lock_of("torch", target=target)
 
 
-def test_who_says_which_backend_gets_it(links: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch_wheel(links, "2.13.0+cpu")
-    monkeypatch.setenv("UV_TORCH_BACKEND", "cu128")
-    with pytest.raises(LockError, match="/whl/cu128/torch"):
-        lock_of("torch")
-
-
 def test_an_index_named_for_torch_is_where_torch_comes_from(links: Path, private: Index) -> None:
     torch_wheel(links, "2.13.0+cpu")
     torch_wheel(private.folder, "2.10.0+custom")
     assert chosen(lock_of("torch", scoped=(PipIndex(private.secret_url, ("torch",)),))) == {"torch": "2.10.0+custom"}
 
 
-def vision(folder: Path, version: str, *, torch: str = "2.13.0", package: str = "torchvision") -> None:
-    make_wheel(folder, package, version, tag="cp311-cp311-manylinux_2_28_x86_64", requires=[f"torch=={torch}"])
+def vision(folder: Path, version: str, *, torch: str = "2.13.0") -> None:
+    make_wheel(folder, "torchvision", version, tag="cp311-cp311-manylinux_2_28_x86_64", requires=[f"torch=={torch}"])
 
 
-@pytest.mark.parametrize("package", ["torchvision", "torchaudio"])
-def test_a_torchvision_of_another_index_than_torch_is_refused(links: Path, index: Index, package: str) -> None:
+def test_a_torchvision_of_another_index_than_torch_is_refused(links: Path, index: Index) -> None:
     """As PyPI's would be beside a torch for CPUs: its versions fit, and it fails when it is imported."""
     torch_wheel(links, "2.13.0+cpu")
-    vision(index.folder, "0.28.0", package=package)
-    index.add("models", "1.0", requires=[package])
-    for wanted in (["torch", package], ["models"]):
+    vision(index.folder, "0.28.0")
+    index.add("models", "1.0", requires=["torchvision"])
+    for wanted in (["torch", "torchvision"], ["models"]):
         with pytest.raises(LockError, match=r"/whl/cpu/(?s:.*)hint: use one index for torch and its companions"):
             lock_of(*wanted)
-
-
-def test_of_two_torchvisions_the_one_that_fits_torch_is_taken(links: Path, index: Index) -> None:
-    """The index has a newer one, for GPUs."""
-    torch_wheel(links, "2.13.0+cpu")
-    vision(links, "0.28.0+cpu")
-    vision(index.folder, "0.28.1")
-    assert chosen(lock_of("torch", "torchvision==0.28.*")) == {"torch": "2.13.0+cpu", "torchvision": "0.28.0+cpu"}
 
 
 def test_a_torch_that_torchvision_fits_is_taken_even_if_it_is_older(links: Path, index: Index) -> None:
@@ -695,17 +563,6 @@ def test_a_torch_that_torchvision_fits_is_taken_even_if_it_is_older(links: Path,
     vision(links, "0.27.0+cpu", torch="2.12.0")
     vision(index.folder, "0.28.0")
     assert chosen(lock_of("torch", "torchvision")) == {"torch": "2.12.0+cpu", "torchvision": "0.27.0+cpu"}
-
-
-def test_what_lies_beside_torch_or_was_given_an_index_is_taken_to_fit(
-    links: Path, index: Index, private: Index
-) -> None:
-    torch_wheel(links, "2.13.0+cpu")
-    vision(links, "0.28.0")
-    assert chosen(lock_of("torch", "torchvision"))["torchvision"] == "0.28.0"
-    vision(private.folder, "0.28.7")
-    own = PipIndex(private.secret_url, ("torchvision",))
-    assert chosen(lock_of("torch", "torchvision", scoped=(own,)))["torchvision"] == "0.28.7"
 
 
 def test_an_index_for_torch_is_the_index_of_torchvision_too(private: Index, index: Index) -> None:
@@ -799,9 +656,7 @@ def test_a_lock_of_ones_own_without_a_wheel_for_the_host(mine: Path) -> None:
         read_lock(mine, replace(HOST, arch="aarch64"))
 
 
-@pytest.mark.parametrize(
-    ("quote", "secret"), [('"', "pw"), ("'", "pw"), ('"', "p'w"), ("'", 'p"w'), ('"', "p@w"), ("'", "p@w")]
-)
+@pytest.mark.parametrize(("quote", "secret"), [('"', "p'w"), ("'", 'p"w'), ("'", "p@w")])
 def test_passwords_in_a_lock_of_ones_own_stay_here(tmp_path: Path, quote: str, secret: str) -> None:
     """The host gets the wheels, and neither a password nor a part of one."""
     url = f"{quote}https://ada:{secret}@a.example/x-1.0-py3-none-any.whl{quote}"
@@ -833,9 +688,6 @@ def test_of_logins_only_the_user_of_ssh_is_kept(url: str, kept: str) -> None:
     ("text", "said"),
     [
         ("packages = 7", "not a pylock.toml"),
-        ("[[packages", "not a pylock.toml"),
-        ("[[packages]]\nversion = '1'", "not a pylock.toml"),
-        ("[[packages]]\nname = 'x'\nversion = '1'\nmarker = '?'", "not a pylock.toml"),
         (
             "[[packages]]\nname = 'x'\nversion = '1'\nwheels = [{url = 'https://a.example/x-1-py3-none-any.whl'}]",
             "sha256",
@@ -855,15 +707,6 @@ def test_a_lock_that_is_none(tmp_path: Path, text: str, said: str) -> None:
         read_lock(tmp_path / "nowhere.toml", HOST)
 
 
-def test_files_that_are_not_wheels_are_passed_over(tmp_path: Path) -> None:
-    files = [
-        f'{{ url = "https://a.example/x-1.0{end}", hashes = {{ sha256 = "{"0" * 64}" }} }}' for end in (".egg", TAG)
-    ]
-    lock = f'[[packages]]\nname = "x"\nversion = "1.0"\nwheels = [{", ".join(files)}]\n'
-    (tmp_path / "pylock.toml").write_text(lock)
-    assert [wheel.filename for wheel in read_lock(tmp_path / "pylock.toml", HOST).wheels] == [f"x-1.0{TAG}"]
-
-
 # ---- what a host may download by itself
 
 
@@ -871,7 +714,6 @@ def test_files_that_are_not_wheels_are_passed_over(tmp_path: Path) -> None:
     ("url", "public"),
     [
         ("https://files.example/a-1.0-py3-none-any.whl", True),
-        ("/srv/wheels/a-1.0-py3-none-any.whl", False),
         ("file:///srv/wheels/a-1.0-py3-none-any.whl", False),
         ("https://user:word@files.example/a-1.0-py3-none-any.whl", False),
         ("https://pip.example/a-1.0-py3-none-any.whl", False),
@@ -893,13 +735,6 @@ def test_what_is_on_this_machine_or_needs_its_password_is_not_public(
 
 
 # ---- uv and Python for hosts
-
-
-def test_this_machines_uv_serves_hosts_like_it() -> None:
-    machine = os.uname()
-    libc = "glibc 2.99" if machine.sysname == "Linux" else ""
-    here = Target(system=machine.sysname, arch=machine.machine, libc=libc, python="3.11")
-    assert tools.uv_for(here) == Path(uv.program())
 
 
 def test_other_hosts_get_the_same_uv_for_their_platform(index: Index) -> None:
@@ -928,17 +763,6 @@ def test_a_host_that_is_too_old_for_this_machines_uv_gets_another_build(index: I
     index.add("uv", uv.version(), tag=f"py3-none-manylinux_2_17_{machine}", files={script: "old"})
     assert tools.uv_for(replace(HOST, arch=machine, libc=f"glibc {needed}")) == Path(uv.program())
     assert tools.uv_for(replace(HOST, arch=machine, libc="glibc 2.17")).read_text() == "old"
-
-
-def test_a_wheel_of_uv_without_the_program(index: Index) -> None:
-    index.add("uv", uv.version(), tag=f"py3-none-musllinux_1_1_{HOST.arch}", files={"uv/__init__.py": ""})
-    with pytest.raises(LockError, match=r"uv-.*\.whl does not contain uv"):
-        tools.uv_for(replace(HOST, libc="musl 1.2.5"))
-
-
-def test_a_uv_that_no_index_has(index: Index) -> None:
-    with pytest.raises(LockError, match=rf"no version of uv=={re.escape(uv.version())} found for .*musl"):
-        tools.uv_for(replace(HOST, libc="musl 1.2.5"))
 
 
 @pytest.fixture
@@ -984,12 +808,6 @@ def test_a_python_with_the_wrong_hash_is_refused(pythons: Path) -> None:
         assert list((cache_folder() / "pythons").iterdir()) == []
 
 
-def test_a_python_that_is_nowhere(pythons: Path) -> None:
-    for target in (replace(HOST, libc="musl 1.2.5"), replace(HOST, python="3.12"), replace(HOST, arch="aarch64")):
-        with pytest.raises(LockError, match=r"cannot download Python 3\.\d+ for"):
-            tools.python_for(target)
-
-
 def test_a_mirror_for_pythons_is_asked(tmp_path: Path, pythons: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of uv's own list the address is changed; nothing of it is reachable here."""
     monkeypatch.delenv("UV_PYTHON_DOWNLOADS_JSON_URL")
@@ -999,15 +817,6 @@ def test_a_mirror_for_pythons_is_asked(tmp_path: Path, pythons: Path, monkeypatc
 
 
 # ---- uv's words
-
-
-def test_uvs_reason_is_cut_to_what_matters() -> None:
-    noise = "\x1b[2mUsing CPython 3.11\x1b[0m\nResolved 3 packages\nwarning: something\n"
-    lines = "".join(f"  cause: number {number}\n" for number in range(40))
-    text = uv.reason(f"{noise}\x1b[31merror\x1b[0m: No solution\n{lines}\nhint: buy a bigger machine\n  or two\n")
-    assert text.splitlines()[:2] == ["No solution", "cause: number 0"]
-    assert len(text.splitlines()) == 15
-    assert "hint" not in text and "two" not in text and "\x1b" not in text
 
 
 def test_of_a_chain_of_causes_the_address_and_the_last_one_are_kept() -> None:
@@ -1034,13 +843,6 @@ def test_credentials_in_uvs_words_are_hidden(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(uv.UvFailed) as caught:
         uv.run_uv("pip", "no-such-command-hunter2")
     assert "hunter2" not in str(caught.value)
-
-
-def test_a_pip_configuration_that_cannot_be_read_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "pip.conf").write_text("no section\n")
-    monkeypatch.setenv("PIP_CONFIG_FILE", str(tmp_path / "pip.conf"))
-    with pytest.raises(UsageError, match=r"cannot read pip's configuration .*pip\.conf"):
-        lock_of("app")
 
 
 def test_the_default_index_is_that_of_uvs_configuration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

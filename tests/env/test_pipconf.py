@@ -110,12 +110,6 @@ def test_what_is_said_to_uv_itself_counts(pip: str, own: str) -> None:
     assert uv_environment({**environ, own: ""}) != {}, "empty is not set"
 
 
-def test_a_proxy_that_is_set_for_all_counts() -> None:
-    environ = {"PIP_CONFIG_FILE": os.devnull, "PIP_PROXY": "http://p:1"}
-    assert uv_environment({**environ, "all_proxy": "http://q:1"}) == {}
-    assert uv_environment({**environ, "http_proxy": "http://q:1"}) == {"HTTPS_PROXY": "http://p:1"}
-
-
 def test_a_shell_can_read_the_lines(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for name in list(os.environ):
         if name.startswith(("PIP_", "UV_")):

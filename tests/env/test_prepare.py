@@ -30,13 +30,6 @@ TARGET = Target.of(FACTS, "3.11")
 PACKED = Image(pip=("app",))
 
 
-@pytest.mark.parametrize("image", [PACKED, Image(apt=("git",)), Image(lock="pylock.toml")], ids=["pip", "apt", "lock"])
-def test_only_an_empty_image_needs_no_environment(image: Image) -> None:
-    assert Preparation(Image(), [HOST], "3.11").is_empty
-    assert not Preparation(image, [HOST], "3.11").is_empty
-    assert Preparation(Image(), [HOST], "3.11").guess(HOST) == "3.11"
-
-
 def test_the_environment_that_a_host_should_have_is_asked_for_first(index: Index) -> None:
     index.add("app", "1.0")
     preparation = Preparation(PACKED, [HOST], "3.11")
@@ -70,18 +63,6 @@ def test_facts_are_kept_for_each_login_and_cache() -> None:
     one, two = sky.Host(name="one"), sky.Host(name="two")
     facts_cache.store(one, "hosts", {"boot": "b2"})
     assert facts_cache.load(one) == Facts(boot="b2") and facts_cache.load(two) is None
-
-
-def test_facts_that_are_damaged_or_cannot_be_stored_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    facts_cache.store(HOST, "hosts", {"boot": 3})
-    assert facts_cache.load(HOST) is None
-
-    def full(*_: object, **__: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("skyfab._util.atomic.write", full)
-    store(FACTS)
-    assert facts_cache.load(HOST) is None
 
 
 def test_facts_are_those_of_the_last_probe(tmp_path: Path) -> None:

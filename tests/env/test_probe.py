@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from stage.spot import until
 
 from skyfab.env import probe
-from skyfab.env.facts import Facts, Program, Target
+from skyfab.env.facts import Facts, Program
 from skyfab.lab import Lab, LabHost
 
 SHELLS = {"dash": ["dash"], "bash": ["bash"], "ksh": ["ksh"], "mksh": ["mksh"], "busybox": ["busybox", "sh"], "zsh": []}
@@ -133,15 +133,6 @@ def test_every_shell_says_the_same_of_this_machine(shell: str, tmp_path: Path) -
     assert not list(tmp_path.rglob("pwned"))
 
 
-def test_a_link_a_wrapper_and_a_copy_of_the_path_are_one_interpreter(place: Place) -> None:
-    place.program("python3.12", f"#!/bin/sh\nexec '{sys.executable}' \"$@\"\n")
-    (place.folder / "bin/python3").symlink_to(sys.executable)
-    (place.folder / "bin/python").symlink_to("python3")
-    first = replace(place, path=f"{place.folder}/bin/../bin:{place.path}").run().pythons[0]
-    assert Path(first.path).resolve() == Path(sys.executable).resolve()
-    assert [python.path for python in place.run().pythons].count(first.path) == 1
-
-
 @pytest.mark.skipif(Path("/proc/driver/nvidia/version").exists(), reason="the kernel says it itself")
 def test_the_driver_is_as_nvidia_smi_says_where_the_kernel_does_not(place: Place) -> None:
     place.program("nvidia-smi", "#!/bin/sh\necho 550.54.15\necho 550.54.15\n")
@@ -163,17 +154,6 @@ def test_an_interpreter_that_hangs_or_fails_is_left_out(place: Place, tool: str)
     assert Program(path=str(good), version="3.12.1") in facts.pythons
     assert [python.path for python in facts.pythons if python.path.startswith(f"{place.folder}/")] == [str(good)]
     assert not running(f"sleep {mark}")
-
-
-def test_a_host_may_lack_almost_everything(place: Place) -> None:
-    """Also a df that knows POSIX only."""
-    place.program("df", f'#!/bin/sh\n[ "$1" = -Pk ] || exit 1\nexec {found("df")} "$@"\n')
-    for tool in ("getconf", "ldd", "uname", "id", "stat"):
-        place.program(tool, "#!/bin/sh\nexit 127\n")
-    facts = place.only().run()
-    assert facts.system == ""
-    assert facts.free > 0
-    assert not place.cache.exists()
 
 
 # ---- which indexes answer
@@ -239,18 +219,6 @@ def on(host: LabHost, cache: str, *, user: str | None = None, root: str | None =
     return probe.parse(done.stdout)
 
 
-@pytest.mark.lab
-@pytest.mark.parametrize("user", ["root", "ada"])
-def test_a_host_is_probed_by_root_and_by_others(namespaces: Lab, user: str) -> None:
-    host = namespaces.hosts[0]
-    home = "/root" if user == "root" else f"/home/{user}"
-    facts = on(host, f"{home}/a cache", user=user)
-    assert (facts.cache, facts.noexec) == (f"{home}/a cache", False)
-    assert facts.pythons or not shutil.which("python3", path="/usr/bin")
-    if user == "ada":
-        assert on(host, "/root/cache", user=user).cache == "/root/cache"
-
-
 @pytest.fixture
 def mounted(namespaces: Lab) -> Iterator[Callable[..., LabHost]]:
     """``mounted("-t", "tmpfs", "tmpfs", "/mnt")``: a host with that, until the test is over."""
@@ -274,15 +242,6 @@ def test_the_cache_folders_own_disk_counts(namespaces: Lab, mounted: Callable[..
     facts = on(host, "/srv/big disk/not/yet", user="ada")
     assert facts.noexec
     assert 4 << 20 < facts.free <= 5 << 20
-
-
-@pytest.mark.lab
-def test_a_reboot_is_noticed(namespaces: Lab, mounted: Callable[..., LabHost]) -> None:
-    host = namespaces.hosts[0]
-    host.path("/srv/boot").write_text("another-boot\n")
-    mounted("--bind", "/srv/boot", "/proc/sys/kernel/random/boot_id")
-    assert on(host, "/srv/cache").boot == "another-boot"
-    host.run(["rm", "-f", "/srv/boot"])
 
 
 @pytest.mark.lab
@@ -371,13 +330,6 @@ disk map auto home   971350180 9999999  400000000   63%    /System/Volumes/Data
 """
 
 
-def test_a_mac_is_read() -> None:
-    facts = probe.parse(MAC)
-    assert (facts.system, facts.arch, facts.libc) == ("Darwin", "arm64", "")
-    assert [python.version for python in facts.pythons] == ["3.11.7", "3.12.1"]
-    assert (facts.boot, facts.free) == ("1700000000", 400000000 * 1024)
-
-
 @pytest.mark.parametrize(
     ("line", "libc"),
     [
@@ -386,12 +338,9 @@ def test_a_mac_is_read() -> None:
         ("ldd (GNU libc) 2.34 Copyright", "glibc 2.34"),
         ("musl libc (x86_64) Version 1.2.4", "musl 1.2.4"),
         ("glibc 2.100000", ""),
-        ("glibc 2.999999999", ""),
-        ("ldd (GNU libc) 2.999999999 Copyright", ""),
         ("musl libc (x86_64) Version 1.999999999", ""),
         ("musl libc (x86_64) Version 1.2.4_git20230717", "musl 1.2.4"),
         ("sh: ldd: not found", ""),
-        ("", ""),
     ],
 )
 def test_a_libc_is_named_by_the_program_that_knows_it(line: str, libc: str) -> None:
@@ -414,25 +363,10 @@ def test_nothing_that_is_said_raises(text: str) -> None:
     assert not any(sign in repr(facts) for sign in ("\\x1b", "\\x00", "\x1b"))
 
 
-@pytest.mark.parametrize("key", ["", *KEYS])
+@pytest.mark.parametrize("key", ["", "python", "libc", "nvrm", "disk", "mount", "index"])
 def test_a_flood_is_cut_short(key: str) -> None:
     """Also one that a regular expression could lose its way in."""
     for unit in ("\n", f"\n{key} x", f"\n{key} a, 1, 1.1", "x", " ", ", ", " (", "9 ", "9", "9.", "1% "):
         facts = probe.parse(f"{key} " + unit * ((1 << 20) // len(unit)))
         assert len(facts.pythons) <= 64 and len(facts.reachable) <= 64
         assert len(repr(facts)) < 64 * 1024
-
-
-def test_at_most_64_of_anything_are_read() -> None:
-    lines = [f"python {n} 3.12.{n} /p{n}\nindex http://{n}/" for n in range(500)]
-    facts = probe.parse("\n".join(lines))
-    assert len(facts.pythons) == len(facts.reachable) == 64
-
-
-@pytest.mark.parametrize(
-    ("driver", "rocm", "is_plain"),
-    [("", "", True), ("550.54.15", "", False), ("9.1", "", False), ("[N/A]", "", True), ("", "6.2", False)],
-)
-def test_a_target_without_a_driver_is_plain(driver: str, rocm: str, is_plain: bool) -> None:
-    target = Target(system="Linux", arch="x86_64", libc="glibc 2.36", python="3.11", driver=driver, rocm=rocm)
-    assert target.is_plain is is_plain

@@ -128,12 +128,3 @@ def test_compiled_code_is_for_hosts_like_this_machine(built: Path, change: dict[
     else:
         with pytest.raises(LockError, match="a has no wheel, and one built on this machine does not run on"):
             source.wheel(Target(**fields))
-
-
-def test_a_mac_has_no_c_library_to_compare(built: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(platform, "system", lambda: "Darwin")
-    monkeypatch.setattr(platform, "machine", lambda: "arm64")
-    monkeypatch.setattr(platform, "libc_ver", lambda *_: ("", ""))
-    (built / "a-1.5-cp311-cp311-macosx_13_0_arm64.whl").write_text("wheel")
-    mac = Target(system="Darwin", arch="arm64", libc="", python="3.11")
-    assert Source("a", "https://x/a", sha256="1").wheel(mac).version == "1.5"

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 from stage import labs, remote
-from stage.index import Index, make_wheel, sha256
+from stage.index import Index, sha256
 from stage.spot import until
 from stage.threads import at_once
 
@@ -100,10 +100,9 @@ def test_hosts_that_lack_different_packages(packages: list[Package]) -> None:
     ]
 
 
-@pytest.mark.parametrize("some", [slice(0), slice(1, 3)])
-def test_small_packages_are_not_worth_it(packages: list[Package], some: slice) -> None:
+def test_small_packages_are_not_worth_it(packages: list[Package]) -> None:
     pool = Pool()
-    shared(Sharing(HOSTS[:2], pool, 60), *(lack(host, packages[some]) for host in HOSTS[:2]))
+    shared(Sharing(HOSTS[:2], pool, 60), *(lack(host, packages[1:]) for host in HOSTS[:2]))
     assert pool.found == []
 
 
@@ -230,15 +229,11 @@ def sent(lab: Lab, host: sky.Host) -> int:
     return sum(map(int, found.stdout.split()))
 
 
-def has(lab: Lab, host: sky.Host, place: str) -> bool:
-    return lab[host.name].path(f"{host.cache}/{place}").exists()
-
-
 def test_packages_leave_this_machine_once(fresh: Fresh, index: Index, namespaces: Lab) -> None:
     large(index)
-    hosts = fresh("openssh", 3)
+    hosts = fresh("openssh", 2)
     before = left(namespaces)
-    assert versions(hosts) == ["1.0"] * 3
+    assert versions(hosts) == ["1.0"] * 2
     assert left(namespaces) - before < 1.1 * sent(namespaces, hosts[0]) + 4 * MIB, "each gets skyfab itself too"
     assert len({sent(namespaces, host) for host in hosts}) == 1
     assert not any(host.run(["pgrep", "-f", "skyfab-agent"], check=False).stdout for host in namespaces.hosts)
@@ -250,27 +245,14 @@ def test_a_package_that_is_damaged_on_a_neighbours_disk(fresh: Fresh, index: Ind
     wheel = large(index)
     hosts = fresh("openssh", 2)
     data = wheel.read_bytes()
-    for host in hosts[:1]:
-        blobs = namespaces[host.name].path(f"{host.cache}/blobs")
-        namespaces[host.name].run(["mkdir", "-p", f"{host.cache}/blobs"])
-        (blobs / sha256(wheel)).write_bytes(data[:-MIB] + bytes(MIB))
-        namespaces[host.name].run(["chmod", "-R", "go-rwx", host.cache])
+    first, cache = namespaces[hosts[0].name], hosts[0].cache
+    first.run(["mkdir", "-p", f"{cache}/blobs"])
+    first.path(f"{cache}/blobs/{sha256(wheel)}").write_bytes(data[:-MIB] + bytes(MIB))
+    first.run(["chmod", "-R", "go-rwx", cache])
     assert versions(hosts) == ["1.0"] * 2
     for host in hosts:
         path = namespaces[host.name].path(f"{host.cache}/packages/{sha256(wheel)}/{wheel.name}")
         assert path.read_bytes() == data
-
-
-@pytest.mark.slow
-def test_what_arrived_early_is_not_used_if_it_is_another_file(fresh: Fresh, index: Index, namespaces: Lab) -> None:
-    wheel = large(index)
-    evil = make_wheel(index.folder.parent / "evil", "shelf", "1.0", files={"shelf/more.py": "evil = True"})
-    hosts = fresh("openssh", 1)
-    host = namespaces[hosts[0].name]
-    host.run(["mkdir", "-p", "-m", "700", f"{hosts[0].cache}/blobs"])
-    host.path(f"{hosts[0].cache}/blobs/{sha256(wheel)}").write_bytes(evil.read_bytes())
-    assert versions(hosts) == ["1.0"]
-    assert host.run(["find", hosts[0].cache, "-name", "more.py"]).stdout == ""
 
 
 @pytest.mark.slow
@@ -285,31 +267,10 @@ def test_a_full_disk_fails_alone(fresh: Fresh, index: Index, namespaces: Lab) ->
     assert raised.value.host == hosts[1].name and "skyfab gc" in str(raised.value.hint)
     assert not any(name.startswith(".") for name in host.run(["ls", "-A", f"{hosts[1].cache}/blobs"]).stdout.split())
     assert versions([hosts[0], hosts[2]]) == ["1.0"] * 2
-    with_it = [sky.Host(**{**_fields(one), "cache": f"{one.cache} 2"}) for one in hosts]
-    try:
-        assert versions(with_it) == ["1.0"] * 3
-    finally:
-        for one in with_it:
-            namespaces[one.name].run(["rm", "-rf", one.cache])
-
-
-def _fields(host: sky.Host) -> dict[str, Any]:
-    return {one.name: getattr(host, one.name) for one in dataclasses.fields(host) if one.init}
 
 
 @pytest.mark.slow
-def test_two_pools_at_once(fresh: Fresh, index: Index, namespaces: Lab) -> None:
-    large(index)
-    hosts = fresh("openssh", 2)
-    assert at_once(lambda _: versions(hosts), range(2)) == [["1.0"] * 2] * 2
-    for host in hosts:
-        found = namespaces[host.name].run(["ls", "-A", f"{host.cache}/packages"]).stdout.split()
-        assert not any(name.startswith(".") for name in found)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("silently", [False, True])
-def test_a_host_that_is_lost_meanwhile(index: Index, silently: bool) -> None:
+def test_a_host_that_is_lost_meanwhile(index: Index) -> None:
     """The others go on, and are ready; opened again, they have all of it."""
     large(index, 24 * MIB)
     with labs.start(3, python="/usr/bin/python3") as lab:
@@ -328,7 +289,7 @@ def test_a_host_that_is_lost_meanwhile(index: Index, silently: bool) -> None:
 
         def lose() -> None:
             assert is_far.wait(100)
-            victim.cut() if silently else victim.kill()
+            victim.cut()
 
         def open_it() -> sky.SkyfabError | None:
             try:

@@ -6,7 +6,6 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +29,6 @@ HERE = Target(
     libc=" ".join(platform.libc_ver()),
     python=f"{sys.version_info[0]}.{sys.version_info[1]}",
 )
-OTHER = replace(HERE, arch="aarch64" if HERE.arch == "x86_64" else "x86_64")
 
 
 def names(image: Image, target: Target = HERE) -> list[str]:
@@ -54,27 +52,12 @@ def committed(folder: Path) -> str:
 # ---- sources
 
 
-def test_a_package_that_has_only_a_source_is_built_here(index: Index) -> None:
-    index.add_source("stone", "1.0", requires=["book"])
-    index.add("book", "2.0")
-    assert names(Image(pip=["stone"])) == ["book 2.0", "stone 1.0"]
-    (wheel,) = (cache_folder() / "built").glob("*/*.whl")
-    assert wheel.name == "stone-1.0-py3-none-any.whl"
-
-
 def test_the_newest_version_is_taken_though_it_needs_a_source(index: Index) -> None:
     """As uv does: else a package with one such dependency would become a version of years ago."""
     index.add("shelf", "1.0")
     index.add("shelf", "2.0", requires=["stone"])
     index.add_source("stone", "1.0")
     assert names(Image(pip=["shelf"])) == ["shelf 2.0", "stone 1.0"]
-
-
-def test_of_a_version_with_both_the_wheel_is_taken(index: Index) -> None:
-    index.add("shelf", "1.0")
-    index.add_source("shelf", "1.0")
-    (wheel,) = make_lock(Image(pip=["shelf"]), HERE).wheels
-    assert wheel.url.startswith("http:")
 
 
 def test_a_source_that_another_package_needs_is_built_once(index: Index) -> None:
@@ -101,17 +84,6 @@ def test_a_built_wheel_that_was_removed_is_built_again(index: Index) -> None:
     assert wheel.exists()
 
 
-def test_compiled_code_that_is_built_here_is_for_hosts_like_this_machine(index: Index) -> None:
-    minor = HERE.python.replace(".", "")
-    index.add_source("stone", "1.0", tag=f"cp{minor}-cp{minor}-linux_{platform.machine()}")
-    image = Image(pip=["stone"])
-    assert names(image) == ["stone 1.0"]
-    with pytest.raises(LockError, match="stone has no wheel, and one built on this machine does not run on"):
-        make_lock(image, OTHER)
-    with pytest.raises(LockError, match="stone has no wheel"):
-        make_lock(image, replace(HERE, libc="glibc 2.17"))
-
-
 def test_a_source_that_cannot_be_built_says_why(index: Index, tmp_path: Path) -> None:
     source = make_source(tmp_path / "stone", "stone", "1.0")
     (source / "backend.py").write_text("def build_wheel(*_):\n    raise RuntimeError('no compiler here')\n")
@@ -131,18 +103,6 @@ def test_a_git_address_is_built(index: Index, tmp_path: Path) -> None:
     make_lock(Image(pip=[f"stone @ git+{at}@{first}"]), HERE)
     said = {code(wheel) for wheel in (cache_folder() / "built").glob("*/*.whl")}
     assert said == {"version = '1.0'\n", "version = 'later'\n"}
-
-
-def test_a_git_address_over_ssh_is_asked_for_as_its_user(
-    index: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source = make_source(tmp_path / "stone", "stone", "1.0")
-    committed(source)
-    ssh = tmp_path / "ssh"
-    ssh.write_text('#!/bin/sh\ncase "$*" in *git@git.example*) ;; *) exit 255;; esac\nfor c; do :; done\neval "$c"\n')
-    ssh.chmod(0o755)
-    monkeypatch.setenv("GIT_SSH_COMMAND", str(ssh))
-    assert names(Image(pip=[f"stone @ git+ssh://git@git.example{source}"])) == ["stone 1.0"]
 
 
 def code(wheel: Path) -> str:
@@ -182,28 +142,6 @@ def test_a_lock_of_ones_own_may_name_sources(index: Index, tmp_path: Path) -> No
     assert [wheel.filename for wheel in read_lock(lock, HERE).wheels] == ["stone-1.0-py3-none-any.whl"]
 
 
-def test_what_a_build_leaves_in_an_inner_folder_is_no_change(index: Index, tmp_path: Path) -> None:
-    source = make_source(tmp_path / "repository" / "lib", "stone", "1.0")
-    lock = tmp_path / "pylock.toml"
-    inner = '[packages.directory]\npath = "repository"\nsubdirectory = "lib"\n'
-    lock.write_text(f'lock-version = "1.0"\n[[packages]]\nname = "stone"\n{inner}')
-    before = read_lock(lock, HERE)
-    (source / "build").mkdir()
-    (source / "build" / "stone.py").touch()
-    assert read_lock(lock, HERE).wheels[0].url == before.wheels[0].url
-    (source / "code.txt").write_text("version = 'changed'\n")
-    assert read_lock(lock, HERE).wheels[0].url != before.wheels[0].url
-
-
-def test_what_was_built_here_is_sent_to_a_host_without_a_route(
-    index: Index, fresh: Callable[..., list[sky.Host]]
-) -> None:
-    index.add("shelf", "1.0", requires=["stone"])
-    index.add_source("stone", "1.0")
-    with sky.Compute(fresh(), image=Image(pip=["shelf"]), ui="none") as compute:
-        assert version_of("stone") >> compute == "1.0"
-
-
 # ---- uv.lock
 
 
@@ -235,13 +173,6 @@ def test_versions_are_those_of_a_scripts_own_lock(index: Index, tmp_path: Path) 
     uv.run_uv("lock", "--python", sys.executable, "--script", "train.py", cwd=tmp_path)
     index.add("shelf", "2.0")
     assert names(Image.of_project(script)) == ["shelf 1.0"]
-
-
-def test_groups_for_development_are_left_out(index: Index, tmp_path: Path) -> None:
-    index.add("shelf", "1.0")
-    index.add("linter", "1.0")
-    image = locked(tmp_path / "app", "shelf", more='[dependency-groups]\ndev = ["linter"]\n')
-    assert names(image) == ["shelf 1.0"]
 
 
 def test_each_host_has_the_torch_of_uv_lock_that_fits_it(index: Index, tmp_path: Path) -> None:
@@ -292,17 +223,6 @@ def test_a_workspace_and_a_git_address_of_uv_lock_are_built(index: Index, tmp_pa
     assert names(image) == ["book 1.0", "brick 3.0", "stone 1.0"]
     member = Image.of_project(tmp_path / "app" / "libs" / "brick")
     assert (member.pip, member.lock) == (("book",), image.lock)
-
-
-def test_a_package_comes_from_the_index_that_uv_lock_names(index: Index, tmp_path: Path) -> None:
-    with Index(tmp_path / "own") as own:
-        own.add("shelf", "1.0")
-        more = (
-            f'[[tool.uv.index]]\nname = "own"\nurl = "{own.url}"\nexplicit = true\n'
-            '[tool.uv.sources]\nshelf = { index = "own" }\n'
-        )
-        image = locked(tmp_path / "app", "shelf", more=more)
-        assert names(image) == ["shelf 1.0"]
 
 
 def test_a_broken_uv_lock_says_so(index: Index, tmp_path: Path) -> None:

@@ -22,12 +22,9 @@ pytestmark = pytest.mark.usefixtures("world")
     ("said", "offline", "hint"),
     [
         ("No space left on device", False, "uv's cache on this machine is full"),
-        ("Disk quota exceeded", False, "uv's cache on this machine is full"),
         ("status code 401", False, "put user and password"),
-        ("Forbidden", False, "put user and password"),
         ("Failed to fetch https://x.example/whl/cpu/torch/", False, "use one index for torch"),
         ("Failed to fetch: Connection refused", True, "is the index up"),
-        ("operation timed out", True, "is the index up"),
         ("failed to lookup address information", True, "change the versions"),
         ("app was not found in the registry", False, "is the name spelled correctly"),
         ("app has no wheels with a matching tag", False, "choose a version that has a wheel"),
@@ -81,28 +78,7 @@ def test_hints_of_uv_are_kept_only_if_they_say_what_is_there() -> None:
     assert uv.reason("  × first\n  second") == "first\nsecond"
 
 
-def test_a_uv_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing() -> str:
-        raise FileNotFoundError("/bin/uv")
-
-    monkeypatch.setattr("uv.find_uv_bin", missing)
-    with pytest.raises(UsageError, match="cannot find uv: /bin/uv") as raised:
-        uv.program()
-    assert raised.value.hint == "pip install --force-reinstall uv"
-
-
 # ---- indexes and credentials
-
-
-def test_parts_of_an_address() -> None:
-    url = "https://me:p%40ss@Index.Example:8443/simple"
-    assert uv.bare(url) == "https://Index.Example:8443/simple"
-    assert uv.origin(url) == "https://index.example:8443"
-    assert uv.userinfo(url) == ("me", "p@ss")
-    assert uv.userinfo("https://token@x.example") == ("token", "")
-    assert uv.userinfo("https://:secret@x.example") == ("", "secret")
-    assert uv.userinfo("https://x.example") is None
-    assert [uv.is_local(one) for one in ("/a", "file:///a", "http://x", "https://x")] == [True, True, False, False]
 
 
 def test_all_places_that_are_configured_the_default_index_last() -> None:
@@ -160,10 +136,6 @@ def test_files_that_variables_name_are_found_from_any_folder(tmp_path: Path, mon
     assert found["UV_FIND_LINKS"] == f"{tmp_path}/wheels,/other"
 
 
-def test_longer_secrets_are_hidden_first() -> None:
-    assert uv.redact("a secret2 b", ("secret", "secret2")) == "a *** b"
-
-
 # ---- platforms
 
 
@@ -173,14 +145,10 @@ def test_longer_secrets_are_hidden_first() -> None:
         ("Linux", "x86_64", "glibc 2.36", "x86_64-manylinux_2_36"),
         ("Linux", "arm64", "glibc 2.17", "aarch64-manylinux_2_17"),
         ("Linux", "x86_64", "musl 1.2.4", "x86_64-unknown-linux-musl"),
-        ("Linux", "aarch64", "musl 1.3", "aarch64-unknown-linux-musl"),
         ("Darwin", "arm64", "", "aarch64-apple-darwin"),
-        ("Darwin", "x86_64", "", "x86_64-apple-darwin"),
         ("Linux", "x86_64", "glibc 2.16", "Linux x86_64 (glibc 2.16)"),
         ("Linux", "x86_64", "musl 1.1", "Linux x86_64 (musl 1.1)"),
         ("Linux", "riscv64", "glibc 2.36", "Linux riscv64 (glibc 2.36)"),
-        ("Linux", "riscv64", "musl 1.2", "Linux riscv64 (musl 1.2)"),
-        ("Darwin", "ppc", "", "Darwin ppc"),
         ("FreeBSD", "x86_64", "glibc 2.36", "FreeBSD x86_64 (glibc 2.36)"),
         ("", "", "", "an unknown system"),
     ],

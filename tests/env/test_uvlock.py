@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import pytest
 from skyfab.calls.image import PipIndex
 from skyfab.env import uv
 from skyfab.env.facts import Target
-from skyfab.env.resolve import LockError, Pins
-from skyfab.env.uvlock import check_files, files_of, read_pins
+from skyfab.env.resolve import LockError
+from skyfab.env.uvlock import read_pins
 
 HOST = Target(system="Linux", arch="x86_64", libc="glibc 2.36", python="3.11")
 MIRROR, OWN, TORCH = "https://mirror.example/simple", "https://own.example/simple", "https://torch.example/cpu"
@@ -97,18 +96,6 @@ def test_an_index_that_the_lock_names_for_a_package_is_kept(exported: list[Any],
     assert "torch==2.5.0+cpu" in pins.constraints and "plain==4.0+cpu" in pins.constraints
 
 
-def test_a_lock_is_exported_as_that_of_a_project_or_of_a_script(exported: list[Any], tmp_path: Path) -> None:
-    read_pins(lock_in(tmp_path), HOST)
-    read_pins(lock_in(tmp_path), HOST)
-    (script,) = [tmp_path / "train.py.lock"]
-    script.write_text(f"# {tmp_path}")
-    script.with_suffix("").write_text(f'url = "{MIRROR}"')
-    assert PipIndex(f"{MIRROR}/", ("app",)) in read_pins(str(script), HOST).indexes
-    assert len(exported) == 2, "once for each content"
-    assert "--all-packages" in exported[0] and "--script" not in exported[0]
-    assert exported[1][exported[1].index("--script") + 1] == str(tmp_path / "train.py")
-
-
 def test_a_lock_that_cannot_be_read(exported: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LockError, match=r"cannot read the lock .*: No such file or directory"):
         read_pins(str(tmp_path / "uv.lock"), HOST)
@@ -123,20 +110,3 @@ def test_a_lock_that_cannot_be_read(exported: list[Any], tmp_path: Path, monkeyp
     with pytest.raises(LockError, match=r"uv\.lock: no") as raised:
         read_pins(lock_in(tmp_path, lock="broken"), HOST)
     assert raised.value.hint == "run uv lock to recreate it"
-
-
-def test_files_are_those_of_the_lock() -> None:
-    pins = Pins(hashes=(("app-1.0-py3-none-any.whl", "a1"), ("tile.zip", "d1")))
-    check_files(EXPORT, pins)
-    with pytest.raises(LockError, match=r"tile\.zip does not match uv\.lock\nsha256 d1\nlocked d2") as raised:
-        check_files(EXPORT, Pins(hashes=(("tile.zip", "d2"),)))
-    assert str(raised.value.hint).endswith("run uv lock --upgrade-package tile")
-
-
-def test_names_of_files() -> None:
-    files: Callable[[dict[str, Any]], list[tuple[str, str]]] = lambda package: [*files_of(package)]  # noqa: E731
-    known = {"hashes": {"sha256": "x"}}
-    assert files({"wheels": [{"name": "n.whl", "url": "https://a/b.whl", **known}]}) == [("n.whl", "x")]
-    assert files({"sdist": {"path": "c/d.tar.gz", **known}}) == [("d.tar.gz", "x")]
-    assert files({"archive": {"url": "https://a/e%20f.zip?x=1", **known}}) == [("e f.zip", "x")]
-    assert files({"wheels": [{"name": "n.whl"}]}) == files({}) == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime
-import io
 import ipaddress
 import os
 import ssl
@@ -24,7 +23,6 @@ from skyfab.env import wheels
 from skyfab.env.facts import Target
 from skyfab.env.wheels import FetchError, Wheel, fetch
 from skyfab.errors import UsageError
-from skyfab.ui.events import Moved
 
 
 @pytest.fixture(autouse=True)
@@ -87,14 +85,6 @@ def test_progress_is_reported_until_all_is_there(index: Index) -> None:
         assert reported == sorted(reported)
 
 
-def test_without_a_size_no_total_is_reported(index: Index) -> None:
-    some = [served(index, "app"), replace(served(index, "sizeless"), size=None)]
-    reported: list[tuple[int, int]] = []
-    fetch(some, progress=lambda done, of: reported.append((done, of)))
-    assert {of for _, of in reported} == {0}
-    assert str(Moved(host="node1", what="fetching", done=61_400_000, total=0)) == "node1: fetching 61 MB"
-
-
 def test_files_of_this_machine_are_copied(tmp_path: Path) -> None:
     path = make_wheel(tmp_path / "a folder", "app", "1.0")
     for url in (path.as_uri(), str(path)):
@@ -115,15 +105,7 @@ def test_a_wrong_hash_names_package_file_and_both(index: Index) -> None:
     assert len(index.requests) == 1
 
 
-def test_a_file_of_the_wrong_size_is_fetched_again(index: Index) -> None:
-    wheel = served(index)
-    path = fetch([wheel])[wheel.sha256]
-    path.write_bytes(b"cut")
-    assert sha256(fetch([wheel])[wheel.sha256]) == wheel.sha256
-    assert len(index.requests) == 2
-
-
-@pytest.mark.parametrize("troubles", [[503], [500, 502], [-1], [-1, 503], [408], [429]])
+@pytest.mark.parametrize("troubles", [[500, 502], [-1, 503], [429]])
 def test_passing_troubles_are_tried_again(index: Index, troubles: list[int]) -> None:
     """Errors of the server, and answers that end early."""
     wheel = served(index)
@@ -135,30 +117,12 @@ def test_passing_troubles_are_tried_again(index: Index, troubles: list[int]) -> 
     assert kept() == [wheel.filename]
 
 
-def test_an_attempt_that_fails_takes_back_its_own_bytes_only(tmp_path: Path) -> None:
-    """Other downloads count at the same time."""
-    count = wheels._Progress(None, 0)
-
-    class Broken(io.BytesIO):
-        def read(self, size: int | None = -1) -> bytes:
-            count.add(100)
-            if piece := super().read(size):
-                return piece
-            raise ConnectionResetError
-
-    with pytest.raises(ConnectionResetError):
-        wheels._copy(Broken(b"half"), tmp_path / "part", count)
-    assert count.done == 200
-
-
 @pytest.mark.parametrize(
     ("status", "tries", "said"),
     [
         (503, 3, "503"),
         (404, 1, "404 Not Found.*hint: the index no longer has it"),
-        (410, 1, "410 Gone.*hint: the index no longer has it"),
         (401, 1, "401.*hint: put user"),
-        (403, 1, "403.*hint: put user"),
         (409, 1, "409 Conflict"),
     ],
 )
@@ -169,14 +133,6 @@ def test_lasting_troubles_are_not(index: Index, status: int, tries: int, said: s
         fetch([wheel])
     assert len(index.requests) == tries
     assert kept() == []
-
-
-def test_an_address_that_does_not_answer(index: Index) -> None:
-    wheel = served(index)
-    with Index(index.folder) as gone:
-        wheel = replace(wheel, url=wheel.url.replace(index.root, gone.root))
-    with pytest.raises(FetchError, match="refused"):
-        fetch([wheel])
 
 
 def test_one_failure_does_not_lose_the_others(index: Index) -> None:
@@ -262,18 +218,12 @@ def in_netrc(private: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.parametrize("somewhere", [in_the_url, in_pips_configuration, in_uvs_variables, in_netrc])
-@pytest.mark.parametrize("folder", ["files", "moved"])
 def test_credentials_may_be(
-    private: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, somewhere: Callable[..., bool], folder: str
+    private: Index, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, somewhere: Callable[..., bool]
 ) -> None:
-    """Also where the file has moved, on the same host."""
-    wheel = served(private, secret=somewhere(private, tmp_path, monkeypatch), folder=folder)
+    """The file has moved, on the same host."""
+    wheel = served(private, secret=somewhere(private, tmp_path, monkeypatch), folder="moved")
     assert sha256(fetch([wheel])[wheel.sha256]) == wheel.sha256
-
-
-def test_without_credentials_it_is_said_what_to_do(private: Index) -> None:
-    with pytest.raises(FetchError, match=r"(?s)401.*hint: put user and password"):
-        fetch([served(private)])
 
 
 def test_credentials_do_not_go_along_to_another_host(index: Index, private: Index) -> None:
@@ -391,18 +341,6 @@ def test_certificates_are_checked_as_uv_does(tmp_path: Path, monkeypatch: pytest
 # ---- tags
 
 
-def test_markers_are_those_of_the_target() -> None:
-    target = Target(system="Linux", arch="aarch64", libc="glibc 2.36", python="3.11")
-    for marker, is_true in (
-        ("", True),
-        ("sys_platform == 'linux' and platform_machine == 'aarch64'", True),
-        ("python_version < '3.11'", False),
-        ("platform_system == 'Darwin'", False),
-        ("'gpu' in extras", False),
-    ):
-        assert wheels.applies(marker, target) is is_true, marker
-
-
 @pytest.mark.parametrize(
     ("target", "order", "never"),
     [
@@ -416,17 +354,6 @@ def test_markers_are_those_of_the_target() -> None:
              "py3-none-manylinux_2_17_x86_64", "py3-none-any"],
             ["cp311-cp311-manylinux_2_29_x86_64", "cp312-cp312-manylinux_2_28_x86_64",
              "cp311-cp311-musllinux_1_1_x86_64", "cp311-cp311-manylinux_2_4_x86_64"],
-        ),
-        (
-            Target(system="Linux", arch="aarch64", libc="glibc 2.31", python="3.11"),
-            ["cp311-cp311-manylinux_2_31_aarch64", "cp311-cp311-manylinux_2_17_aarch64",
-             "cp311-cp311-manylinux2014_aarch64", "cp311-cp311-linux_aarch64"],
-            ["cp311-cp311-manylinux_2_16_aarch64", "cp311-cp311-manylinux_2_32_aarch64"],
-        ),
-        (
-            Target(system="Linux", arch="x86_64", libc="", python="3.11"),
-            ["cp311-cp311-linux_x86_64", "py3-none-any"],
-            ["cp311-cp311-manylinux_2_17_x86_64", "cp311-cp311-musllinux_1_1_x86_64"],
         ),
         (
             Target(system="Linux", arch="aarch64", libc="musl 1.2.4", python="3.13"),

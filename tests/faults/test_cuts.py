@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import random
-import threading
 import time
 from collections.abc import Callable
 
@@ -21,15 +20,8 @@ from skyfab.ui.events import Event, HostState
 
 pytestmark = pytest.mark.lab
 
-Errand = Callable[[sky.Compute, Spot, threading.Event], None]
-
-SHORT = (0.3, 4.2, 1.0)
 """Seconds. The first is over before anybody notices. After the second the old connection sleeps on: what is lost is
 sent again after 0.2, 0.6, 1.4, 3 and 6 s, so that a new connection comes first."""
-
-
-def each(errand: Errand) -> str:
-    return errand.__name__
 
 
 def states(pool: sky.Compute) -> list[str]:
@@ -44,13 +36,6 @@ def states(pool: sky.Compute) -> list[str]:
     return found
 
 
-def slow(lab: Lab, errand: Errand) -> None:
-    """So that what is large is still under way when the cut comes."""
-    if errand in (errands.uploads, errands.downloads):
-        for host in lab.hosts:
-            host.slow(200)
-
-
 def connections(pool: sky.Compute) -> int:
     """How many have brought a hello, over all hosts."""
     return sum(node.session.connection.replies.hellos for node in pool.hosts)
@@ -63,37 +48,19 @@ def is_whole(pool: sky.Compute) -> None:
 
 
 @pytest.mark.usefixtures("hurry")
-@pytest.mark.parametrize(
-    ("errand", "transport", "seed"),
-    [  # `test_a_cut_of_seconds_while_everything_is_under_way` has all errands
-        pytest.param(errand, ("openssh", "fabric")[seed % 2], seed, marks=[pytest.mark.soak] * (seed > 1))
-        for seed, errand in enumerate(ERRANDS)
-    ],
-    ids=lambda value: each(value) if callable(value) else str(value),
-)
 @pytest.mark.slow
-def test_short_cuts(
-    lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, errand: Errand, transport: str, seed: int
-) -> None:
-    """Of this side's network, and of one host's."""
-    pool = open_pool(transport, count=2, lease=60, heartbeat_timeout=60)
-    errands.digest(b"") @ pool
-    seen = states(pool)
-    slow(lab, errand)
-    with Cable(lab, seed, SHORT, hosts=lab.hosts[:2], longest=2) as cable:
-        errand(pool, spot, cable.over)
-    is_whole(pool)
-    assert "reconnecting" in seen  # a new connection or the old one resumes, whichever answers first
-    assert "lost" not in seen
+def test_short_cuts(lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
+    """The first is over before anybody notices. After the second the old connection sleeps on: what is lost is sent
+    again after 0.2, 0.6, 1.4, 3 and 6 s, so that a new connection comes first."""
+    everything(lab, open_pool, spot, "fabric", 3, [0.3, 4.2, 1.0])
 
 
 @pytest.mark.usefixtures("hurry")
-@pytest.mark.parametrize(("transport", "seed"), [("openssh", 11), pytest.param("fabric", 12, marks=pytest.mark.soak)])
 @pytest.mark.slow
 def test_a_cut_of_seconds_while_everything_is_under_way(
-    lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, transport: str, seed: int
+    lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot
 ) -> None:
-    everything(lab, open_pool, spot, transport, seed, [1.0, 7.0])
+    everything(lab, open_pool, spot, "openssh", 11, [1.0, 7.0])
 
 
 def everything(
@@ -185,20 +152,10 @@ def test_closing_while_the_network_is_away_does_not_wait_for_it(
 
 
 @pytest.mark.soak
-@pytest.mark.usefixtures("hurry")
-@pytest.mark.parametrize("seed", range(100, 110))
-@pytest.mark.parametrize("errand", ERRANDS, ids=each)
-def test_more_short_cuts(
-    lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, errand: Errand, seed: int
-) -> None:
-    test_short_cuts(lab, open_pool, spot, errand, ("openssh", "fabric")[seed % 2], seed)
-
-
-@pytest.mark.soak
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(3))
 def test_long_cuts(lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, seed: int) -> None:
-    """Sixty cuts in all, with the patience that users have."""
+    """With the patience that users have."""
     lengths = [1.0] * 4 + [20.0] * 2
     random.Random(seed).shuffle(lengths)
     everything(lab, open_pool, spot, ("openssh", "fabric")[seed % 2], seed, lengths)
@@ -206,6 +163,5 @@ def test_long_cuts(lab: Lab, open_pool: Callable[..., sky.Compute], spot: Spot, 
 
 @pytest.mark.soak
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("transport", ["openssh", "fabric"])
-def test_a_gibibyte_goes_on_where_it_stopped(lab: Lab, open_pool: Callable[..., sky.Compute], transport: str) -> None:
-    interrupted_upload(lab, open_pool(transport, lease=90), megabytes=1024, cut=20, mbit=1000)
+def test_a_gibibyte_goes_on_where_it_stopped(lab: Lab, open_pool: Callable[..., sky.Compute]) -> None:
+    interrupted_upload(lab, open_pool("fabric", lease=90), megabytes=1024, cut=20, mbit=1000)

@@ -98,12 +98,13 @@ def divide(n: int) -> float:
     return 1 / n
 
 
-def endure(lab: Lab, hosts: list[sky.Host], *, first: int, then: int) -> None:
+@pytest.mark.slow
+def test_a_thousand_calls_leave_both_sides_as_they_were(lab: Lab, hosts_of: Callable[..., list[sky.Host]]) -> None:
     """In a program of its own: how large this one is depends on the tests before."""
     program = "import pickle, sys, test_endurance; test_endurance.work_and_compare(*pickle.load(sys.stdin.buffer))"
     ended = subprocess.run(
         [sys.executable, "-c", program],
-        input=pickle.dumps((lab.folder, hosts, first, then)),
+        input=pickle.dumps((lab.folder, hosts_of("openssh", 2, slots=2), 600, 1200)),
         env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, Path(__file__).parents[:2]))},
         capture_output=True,
         timeout=800,
@@ -153,17 +154,3 @@ def settle(pool: sky.Compute) -> None:
     for future in [echo(n) > pool for n in range(100)]:
         future.result(170)
     assert pool.world_size == len(echo(0) @ pool)
-
-
-@pytest.mark.slow
-def test_a_thousand_calls_leave_both_sides_as_they_were(lab: Lab, hosts_of: Callable[..., list[sky.Host]]) -> None:
-    endure(lab, hosts_of("openssh", 2, slots=2), first=600, then=1200)
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("transport", ["openssh", "fabric"])
-def test_ten_thousand_calls_leave_both_sides_as_they_were(
-    lab: Lab, hosts_of: Callable[..., list[sky.Host]], transport: str
-) -> None:
-    endure(lab, hosts_of(transport, 2, slots=2), first=2000, then=10_000)

@@ -14,7 +14,7 @@ from stage.spot import until
 import skyfab as sky
 from skyfab.lab import Lab
 from skyfab.pool.forward import Forward
-from skyfab.ssh import fabric, openssh
+from skyfab.ssh import fabric
 
 pytestmark = [pytest.mark.lab, pytest.mark.slow]
 
@@ -32,13 +32,11 @@ def is_served(forward: Forward) -> bool:
 
 
 @pytest.mark.usefixtures("hurry")
-@pytest.mark.parametrize("transport", ["openssh", "fabric"])
 def test_a_connection_ends_with_the_network_and_new_ones_work_when_it_is_back(
-    lab: Lab, open_pool: Callable[..., sky.Compute], transport: str, monkeypatch: pytest.MonkeyPatch
+    lab: Lab, open_pool: Callable[..., sky.Compute], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(openssh._OPTIONS, "ServerAliveInterval", "1")
     monkeypatch.setattr(fabric, "ALIVE_INTERVAL", 1)
-    pool = open_pool(transport, lease=60, heartbeat_timeout=60)
+    pool = open_pool("fabric", lease=60, heartbeat_timeout=60)
     port = pool.submit(serve(), on="head").result()
     with pool.forward(port) as forward, connect(forward, "echo") as connection:
         connection.sendall(b"x")

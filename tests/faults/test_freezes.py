@@ -14,7 +14,7 @@ from contextlib import ExitStack
 import errands
 import pytest
 from stage import remains
-from stage.remote import leave, linger, wait_for
+from stage.remote import linger
 from stage.spot import Spot, until
 from stage.threads import begin
 
@@ -38,13 +38,6 @@ def stay_if_first(path: str) -> int:
     if rank == 0:
         linger(path)
     return rank
-
-
-@sky.function
-def leave_and_wait(path: str, go: str) -> int:
-    leave(path, str(os.getpid()))
-    wait_for(go, 60)
-    return os.getpid()
 
 
 @pytest.fixture
@@ -246,16 +239,6 @@ def test_a_call_in_a_frozen_rank_can_be_cancelled(lab: Lab, open_pool: Open, spo
     assert errands.note(spot / "calls", "next") >> pool == "next"
 
 
-def test_a_call_in_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:
-    pool = open_pool("openssh", lease=600, timeout=5)  # on a busy machine it takes seconds to begin
-    future = pool.submit(stay(spot / "pid"))
-    rank = frozen_rank(lab, spot, freeze)
-    with pytest.raises(sky.CallTimeout):
-        future.result(170)
-    until(lambda: gone(lab, rank), "the end of the frozen process", 60)
-    assert errands.note(spot / "calls", "next") >> pool == "next"
-
-
 @pytest.mark.slow
 def test_a_gang_with_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:
     pool = open_pool("openssh", count=2, lease=600, timeout=12)
@@ -266,19 +249,6 @@ def test_a_gang_with_a_frozen_rank_has_a_timeout(lab: Lab, open_pool: Open, spot
     assert "time" in str(caught.value)
     until(lambda: gone(lab, rank), "the end of the frozen process", 60)
     assert errands.note_rank(spot / "calls", "next") @ pool == [(0, "next"), (1, "next")]
-
-
-def test_a_rank_that_freezes_for_a_while_loses_nothing(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:
-    """It is the call's own affair: nobody doubts the host."""
-    pool = open_pool("openssh", count=1, lease=20)
-    future = pool.submit(leave_and_wait(spot / "pid", spot / "go"))
-    ((name, pid),) = spot.read("pid").items()
-    go_on = freeze(numbered(lab[name], int(pid)))
-    time.sleep(2)
-    spot.leave("go")
-    assert not future.done()
-    go_on()
-    assert future.result(170) == int(pid)
 
 
 def test_a_pool_with_a_frozen_rank_closes_in_good_time(lab: Lab, open_pool: Open, spot: Spot, freeze: Freeze) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -201,46 +200,6 @@ def wait_for_silence(run: sky.Run) -> list[str]:
         seen = now
         time.sleep(0.3)
     return seen
-
-
-def test_a_blob_and_logs_that_together_fill_the_disk(
-    small: LabHost, pool: sky.Compute, spoken: list[int], spot: Spot
-) -> None:
-    """The blob's call fails with the reason; the lines come all the same, and the pool works."""
-    future = keep_speaking(spot / "enough") > pool
-    while len(spoken) < 1000:
-        time.sleep(0.01)
-    reasons = []
-    for number in range(3):
-        ref = pool.put(random.Random(number).randbytes(SIZE * MB))
-        with pytest.raises(sky.HostUnfit, match="No space left") as caught:
-            errands.digest(ref) >> pool
-        reasons.append(caught.value)
-    assert all(reason.host == "node1" and "space" in (reason.hint or "") for reason in reasons)
-    spot.leave("enough")
-    count = future.result(170)
-    assert spoken == list(range(count))
-    works(pool, spot)
-
-
-def test_a_disk_that_fills_up_while_everything_is_under_way(small: LabHost, pool: sky.Compute, spot: Spot) -> None:
-    """What needs no room goes on: small calls, their output, large arguments and results that pass through memory."""
-    over = threading.Event()
-    working = [
-        begin(lambda: errands.talking(pool, spot, over)),
-        begin(lambda: errands.gang_cache(pool, spot, over)),
-        begin(lambda: errands.uploads(pool, spot, over, megabytes=4)),
-        begin(lambda: errands.downloads(pool, spot, over, megabytes=4)),
-    ]
-    time.sleep(0.5)
-    fill(small)
-    time.sleep(1)
-    make_room(small)
-    time.sleep(0.3)
-    over.set()
-    for work in working:
-        work.result(errands.PATIENCE)
-    works(pool, spot)
 
 
 def test_whatever_is_asked_of_a_host_with_a_full_disk_ends(small: LabHost, pool: sky.Compute, spot: Spot) -> None:

@@ -137,13 +137,6 @@ def test_a_client_that_is_killed_at_any_moment_leaves_nothing(lab: Lab, client: 
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", [21, 22])
-def test_twenty_clients_that_are_killed_leave_nothing(lab: Lab, client: Client, seed: int) -> None:
-    kill_at_random_moments(lab, client, seed, times=20)
-
-
-@pytest.mark.soak
 @pytest.mark.parametrize("seed", [31])
 def test_a_client_that_is_killed_while_the_network_is_away_leaves_nothing(lab: Lab, client: Client, seed: int) -> None:
     """Nobody tells the hosts: they find out by themselves."""

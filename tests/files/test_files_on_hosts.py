@@ -25,7 +25,7 @@ from skyfab.files.draft import part_of
 from skyfab.files.source import PIECE
 from skyfab.lab import Lab, LabHost
 from skyfab.pool.file_worker import Remote
-from skyfab.ui.events import Event, Moved, Notice
+from skyfab.ui.events import Event, Notice
 
 pytestmark = pytest.mark.lab
 
@@ -188,22 +188,6 @@ def test_a_pattern_below_a_folder_that_one_host_alone_has(here: Path, open_pool:
     assert (here / "back/deep/er/x").read_text() == "x"
 
 
-def test_progress_is_told(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool("openssh", count=1)
-    events: list[Event] = []
-    pool.events.subscribe(events.append)
-    (here / "large").write_bytes(os.urandom(3 * PIECE))
-    pool.upload("large")
-    moved = [event for event in events if isinstance(event, Moved)]
-    assert moved[-1] == Moved(host="node1", what="sending files", done=3 * PIECE, total=3 * PIECE)
-    assert [event.done for event in moved] == sorted(event.done for event in moved)
-
-
-def test_an_empty_path_is_not_the_current_folder(open_pool: Callable[..., sky.Compute]) -> None:
-    with pytest.raises(sky.UsageError, match="needs the path"):
-        open_pool("local", count=1).upload("")
-
-
 def test_two_uploads_at_once(here: Path, tmp_path: Path, open_pool: Callable[..., sky.Compute]) -> None:
     pool = open_pool("openssh", count=1)
     contents = {}
@@ -272,39 +256,12 @@ def parts(host: LabHost, folder: Path, name: bytes) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT], ids=["killed", "interrupted"])
-def test_an_upload_goes_on_where_it_stopped(
-    namespaces: Lab, breakable: Lab, here: Path, number: signal.Signals
-) -> None:
+def test_an_upload_goes_on_where_it_stopped(namespaces: Lab, breakable: Lab, here: Path) -> None:
     host = breakable.hosts[0]
-    content = os.urandom(64 * MB)
-    (here / f"large{number}").write_bytes(content)
-    part = parts(host, here, f"large{number}".encode())
-    command = [sys.executable, "-m", "skyfab", "put", f"large{number}", f"--inventory={breakable.inventory}"]
-    host.slow(100)
-    try:
-        with subprocess.Popen(command, cwd=here, stderr=subprocess.DEVNULL) as client:
-            until(lambda: part.exists() and part.stat().st_size >= 2 * PIECE, 60)
-            client.send_signal(number)
-    finally:
-        host.slow(None)
-    assert not part.with_name(f"large{number}").exists()
-    begun = part.stat().st_size
-    assert begun < len(content)
-    with sky.Compute(inventory=breakable.inventory, ui="none") as pool:
-        report = pool.upload(f"large{number}")[0]
-        assert report.sent_size <= len(content) - begun
-        assert part.with_name(f"large{number}").read_bytes() == content
-        assert not part.exists()
-
-
-@pytest.mark.slow
-def test_a_download_goes_on_where_it_stopped(namespaces: Lab, breakable: Lab, here: Path) -> None:
-    host = breakable.hosts[0]
-    content = os.urandom(64 * MB)
-    host.path("/tmp/large").write_bytes(content)
-    part = here / os.fsdecode(part_of(b"large"))
-    command = [sys.executable, "-m", "skyfab", "get", "/tmp/large", f"--inventory={breakable.inventory}"]
+    content = os.urandom(32 * MB)
+    (here / "large").write_bytes(content)
+    part = parts(host, here, b"large")
+    command = [sys.executable, "-m", "skyfab", "put", "large", f"--inventory={breakable.inventory}"]
     host.slow(100)
     try:
         with subprocess.Popen(command, cwd=here, stderr=subprocess.DEVNULL) as client:
@@ -312,12 +269,14 @@ def test_a_download_goes_on_where_it_stopped(namespaces: Lab, breakable: Lab, he
             client.kill()
     finally:
         host.slow(None)
+    assert not part.with_name("large").exists()
     begun = part.stat().st_size
     assert begun < len(content)
     with sky.Compute(inventory=breakable.inventory, ui="none") as pool:
-        assert pool.download("/tmp/large")[0].sent_size == len(content) - begun
-    assert (here / "large").read_bytes() == content
-    assert not part.exists()
+        report = pool.upload("large")[0]
+        assert report.sent_size <= len(content) - begun
+        assert part.with_name("large").read_bytes() == content
+        assert not part.exists()
 
 
 def test_a_host_cannot_be_told_to_follow_links_out(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
@@ -378,8 +337,6 @@ def test_put_and_get(here: Path, listed: Path) -> None:
     assert done.stderr == ""  # what was sent is not told of as written there
     done = skyfab(here, "exec", "node1", "--", "ls data; touch data/new", inventory=listed)
     assert (done.stdout, done.stderr) == ("node1 -odd name\n", ""), "exec runs where put has put it"
-    done = skyfab(here, "exec", "node1", "--workdir=/tmp", "--", "pwd", inventory=listed)
-    assert done.stdout == "node1 /tmp\n"
     skyfab(here, "exec", "node1", "--", "rm data/new", inventory=listed)
     done = skyfab(here, "get", "data/*", "--hosts=node1", "--to=back", inventory=listed)
     assert done.returncode == 0, done.stderr
@@ -393,42 +350,34 @@ def test_put_and_get(here: Path, listed: Path) -> None:
     done = skyfab(here, "get", "nothing", "--hosts=node1", inventory=listed)
     assert done.returncode == 2
     assert "node1: no file matches nothing" in done.stderr
-    done = skyfab(here, "put", "nothing", "--hosts=node1", inventory=listed)
-    assert (done.returncode, done.stderr) == (2, "error: no such file or folder: nothing\n")
-    done = skyfab(here, "get", "data", "--hosts=node1", "--to=/proc/nothing", inventory=listed)
-    assert done.returncode == 1
-    assert "error: No such file or directory: /proc/nothing" in done.stderr
 
 
-@pytest.mark.parametrize("ends", ["well", "fail"])
-def test_run_sends_data_and_brings_results_back(here: Path, listed: Path, ends: str) -> None:
+def test_run_sends_data_and_brings_results_back(here: Path, listed: Path) -> None:
+    """Also of a run that fails."""
     (here / "train.py").write_text(TRAINS)
     (here / "data").mkdir()
-    (here / "data" / "x.csv").write_text(ends)
+    (here / "data" / "x.csv").write_text("fail")
     (here / "data" / "ignored.csv").write_text("not sent")
     (here / ".gitignore").write_text("ignored.csv\n")
     words = ("run", "--hosts=node1,node2", "--sync", "--get=ckpt/*", "--get=data", "train.py")
     done = skyfab(here, *words, inventory=listed)
-    assert done.returncode == (0 if ends == "well" else 1), done.stderr
+    assert done.returncode == 1, done.stderr
     assert "to fetch" not in done.stderr, "all that was written has been fetched"
     for rank in range(2):
-        assert (here / "ckpt" / f"{rank}.pt").read_text() == f"{ends}{rank}"
+        assert (here / "ckpt" / f"{rank}.pt").read_text() == f"fail{rank}"
         assert [path.name for path in (here / f"node{rank + 1}" / "data").iterdir()] == ["x.csv"]
     again = skyfab(here, "run", "--hosts=node1,node2", "--sync", "--get=node*", "train.py", inventory=listed)
     assert "node1: 5 files" in again.stderr, "folders of the hosts' names are not sent back"
     assert "no file matches node*" in again.stderr
 
 
-@pytest.mark.parametrize("words", [["attach"], ["logs", "-f"]])
-def test_what_a_detached_run_wrote_is_fetched_to_where_it_was_typed(
-    here: Path, tmp_path: Path, listed: Path, words: list[str]
-) -> None:
+def test_what_a_detached_run_wrote_is_fetched_to_where_it_was_typed(here: Path, tmp_path: Path, listed: Path) -> None:
     (here / "saves.py").write_text("from pathlib import Path\nPath('ckpt.pt').write_text('x')\n")
     done = skyfab(here, "run", "--hosts=node1", "--detach", "--get=*.pt", "saves.py", inventory=listed)
     assert done.returncode == 0, done.stderr
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
-    ended = skyfab(elsewhere, *words, done.stdout.strip(), inventory=listed)
+    ended = skyfab(elsewhere, "logs", "-f", done.stdout.strip(), inventory=listed)
     assert ended.returncode == 0, ended.stderr
     assert "to fetch" not in ended.stderr
     assert (here / "ckpt.pt").read_text() == "x"
@@ -499,30 +448,6 @@ def test_only_what_a_run_has_written_is_fetched_of_a_folder_that_others_use_too(
 
 
 @pytest.mark.slow
-def test_a_run_beside_another_one_has_what_was_sent_for_it(here: Path, listed: Path) -> None:
-    """The folder of the pool that has launched it is its own: nothing is copied a second time."""
-    (here / "look.py").write_text(
-        "import os, time\nprint(open('config').read(), os.getcwd(), flush=True)\n"
-        "while not os.path.exists('end'):\n    time.sleep(0.05)\n"
-    )
-    folders, ids = {}, []
-    for config in ("first", "second", "third"):
-        (here / "config").write_text(config)
-        begun = skyfab(here, "run", "--hosts=node1", "--detach", "--sync", "look.py", inventory=listed)
-        assert begun.returncode == 0, begun.stderr
-        until(lambda: config in skyfab(here, "logs", begun.stdout.strip(), inventory=listed).stdout, config)  # noqa: B023
-        folders[config] = skyfab(here, "logs", begun.stdout.strip(), inventory=listed).stdout.split()[-1]
-        ids.append(begun.stdout.strip())
-        copied = f"this one works in a copy, ~/.cache/skyfab/files/{Path(folders[config]).name}\n"
-        copied = f"node1: run {ids[0]} (look.py) uses the folder of this project: {copied}"
-        assert (copied in begun.stderr) == (config != "first"), "the command says so, not only the log"
-    assert len(set(folders.values())) == 3
-    found = skyfab(here, "exec", "node1", "--", "ls -d $PWD $PWD.*", inventory=listed).stdout
-    assert [line.split()[-1] for line in found.splitlines()] == sorted(folders.values())
-    assert skyfab(here, "stop", "--all", "--yes", "--hosts=node1", inventory=listed).returncode == 0
-
-
-@pytest.mark.slow
 def test_a_run_that_is_not_found_may_be_of_the_inventory_that_was_used_last(
     here: Path, tmp_path: Path, listed: Path
 ) -> None:
@@ -530,7 +455,7 @@ def test_a_run_that_is_not_found_may_be_of_the_inventory_that_was_used_last(
     begun = skyfab(here, "run", "--hosts=node1", "--detach", "saves.py", inventory=listed)
     assert begun.returncode == 0, begun.stderr
     typed = f"the same command with --inventory={listed}\n"
-    for words in (["logs"], ["attach"], ["stop"], ["get", "ckpt.pt", "--run"]):
+    for words in (["logs"], ["get", "ckpt.pt", "--run"]):
         none = skyfab(here, *words, begun.stdout.strip())
         assert none.returncode == 2
         assert none.stderr.endswith(f"hint: the last run used another inventory: {typed}"), none.stderr
@@ -543,14 +468,6 @@ def test_a_run_that_is_not_found_may_be_of_the_inventory_that_was_used_last(
     assert skyfab(here, "runs", **fresh).stderr.endswith(f"skyfab runs --inventory={listed}\n")
     listed.unlink()
     assert skyfab(here, "runs", **fresh).stderr.endswith("skyfab runs --inventory=FILE\n")
-
-
-def test_a_failed_run_that_wrote_nothing_says_why_it_failed(here: Path, listed: Path) -> None:
-    (here / "fails.py").write_text("raise SystemExit(3)\n")
-    done = skyfab(here, "run", "--hosts=node1", "--get=ckpt", "fails.py", inventory=listed)
-    assert done.returncode == 1
-    assert "no file matches ckpt" in done.stderr
-    assert "error: fails.py failed\n" in done.stderr
 
 
 WAITS = """

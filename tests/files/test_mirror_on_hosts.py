@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -81,15 +80,15 @@ class Watch:
         while not self._over.wait(0.02):
             for path in self._folder.glob("*.bin"):
                 content = path.read_bytes()
-                if len(content) not in self._sizes or len(set(content)) != 1:
+                if len(content) not in self._sizes or content != content[:1] * len(content):
                     self.wrong.append(f"{path.name}: {len(content)} bytes, {set(content)}")
                 if path.name not in self.seen:
                     self.seen.append(path.name)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [4000, 3 * MB])
-def test_files_come_whole_while_they_are_written(here: Path, open_pool: Callable[..., sky.Compute], size: int) -> None:
+def test_files_come_whole_while_they_are_written(here: Path, open_pool: Callable[..., sky.Compute]) -> None:
+    size = 3 * MB
     pool = open_pool("openssh", count=1)
     events: list[Event] = []
     pool.events.subscribe(events.append)
@@ -161,30 +160,6 @@ def test_a_mirror_goes_on_after_a_cut(namespaces: Lab, breakable: Lab, here: Pat
             assert session.moved[1] < 1.1 * len(content)
 
 
-@pytest.mark.slow
-def test_a_mirror_that_was_killed_is_resumed_by_the_next_one(namespaces: Lab, breakable: Lab, here: Path) -> None:
-    host = breakable.hosts[0]
-    content = os.urandom(24 * MB)
-    path = host.path("/tmp/killed/large.pt")
-    path.parent.mkdir(exist_ok=True)
-    path.write_bytes(content)
-    part = here / "killed" / os.fsdecode(part_of(b"large.pt"))
-    program = f"""
-import time, skyfab as sky
-with sky.Compute(inventory={str(breakable.inventory)!r}, ui="none") as pool:
-    pool.mirror("/tmp/killed", limit="4MB/s")
-    time.sleep(100)
-"""
-    with subprocess.Popen([sys.executable, "-c", program], cwd=here) as client:
-        until(lambda: part.exists() and part.stat().st_size >= 2 * PIECE)
-        client.kill()
-    begun = part.stat().st_size
-    assert begun < len(content)
-    with sky.Compute(inventory=breakable.inventory, ui="none") as pool:
-        assert pool.mirror("/tmp/killed").stop()[0].sent_size == len(content) - begun
-    assert (here / "killed" / "large.pt").read_bytes() == content
-
-
 # ---- the command line
 
 
@@ -227,38 +202,19 @@ def run_with_mirror(here: Path, listed: Path, *words: str) -> subprocess.Popen[s
     return client
 
 
-@pytest.mark.parametrize("words", [["writes.py"], ["writes.py", "fail"]], ids=["well", "fails"])
-def test_run_with_a_mirror(here: Path, listed: Path, words: list[str]) -> None:
-    with run_with_mirror(here, listed, "--hosts=node1", "--mirror=ckpt:results", "--limit=20MB/s", *words) as client:
+def test_run_with_a_mirror(here: Path, listed: Path) -> None:
+    """Of a run that fails, which has the last files too."""
+    words = ("--hosts=node1", "--mirror=ckpt:results", "--limit=20MB/s", "writes.py", "fail")
+    with run_with_mirror(here, listed, *words) as client:
         until(lambda: found(here) == {"results/ckpt/first0.pt": "first0"})
         ended = skyfab(here, "exec", "--hosts=node1", "--", "touch", "end", inventory=listed)
         assert ended.returncode == 0, ended.stderr
         assert client.stderr is not None
         said = client.stderr.read()
-        assert client.wait(60) == len(words) - 1, said
+        assert client.wait(60) == 1, said
     assert found(here) == {"results/ckpt/first0.pt": "first0", "results/ckpt/log.txt": "lines"}
     assert "node1: 2 files, 11 bytes; fetched 2, 11 bytes into results/, in " in said
     assert "to fetch" not in said, "all that was written has been fetched"
-
-
-def test_ctrl_c_stops_the_run_and_takes_what_is_new(here: Path, listed: Path) -> None:
-    with run_with_mirror(here, listed, "--hosts=node1,node2", "--mirror=ckpt", "--mirror=more", "writes.py") as client:
-        assert client.stdout is not None and client.stderr is not None
-        assert client.stdout.readline().endswith("saved\n")
-        client.send_signal(signal.SIGINT)
-        said = client.stderr.read()
-        assert client.wait(60) == 130, said
-    assert found(here) == {"node1/ckpt/first0.pt": "first0", "node2/ckpt/first1.pt": "first1"}
-    assert "Ctrl-C again to skip fetching" in said
-
-
-@pytest.mark.parametrize("words", [["--limit=fast", "--mirror=ckpt"], ["--limit=20MB/s"]])
-def test_an_invalid_limit_runs_nothing(here: Path, listed: Path, words: list[str]) -> None:
-    (here / "writes.py").write_text("print('runs')")
-    done = skyfab(here, "run", "--hosts=node1", *words, "writes.py", inventory=listed)
-    assert done.returncode == 2
-    assert "limit" in done.stderr
-    assert "runs" not in done.stdout
 
 
 @pytest.mark.slow
@@ -290,15 +246,3 @@ def test_what_is_new_of_a_detached_run_comes_with_the_next_contact(here: Path, t
     assert found(here).keys() == {f"results/ckpt/{name}" for name in ("first0.pt", "second.pt", "log.txt")}
     assert "to fetch" not in said_last
     assert not list(elsewhere.iterdir())
-
-
-def test_a_run_beside_another_one_mirrors_its_own_copy(here: Path, listed: Path) -> None:
-    with run_with_mirror(here, listed, "--hosts=node1", "--mirror=ckpt:one", "writes.py") as first:
-        (here / "other.py").write_text("from pathlib import Path\nPath('ckpt/own.pt').write_text('own')\n")
-        done = skyfab(here, "run", "--hosts=node1", "--mirror=ckpt:two", "other.py", inventory=listed)
-        assert done.returncode == 0, done.stderr
-        assert "works in a copy" in done.stderr + done.stdout
-        until(lambda: "one/ckpt/first0.pt" in found(here))
-        first.send_signal(signal.SIGINT)
-        first.communicate()
-    assert found(here).keys() == {"one/ckpt/first0.pt", "two/ckpt/own.pt"}

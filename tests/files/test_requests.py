@@ -73,39 +73,11 @@ def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("skyfab.files.transfer.PIECE", 10)
 
 
-def test_small_files_are_sent_together(tmp_path: Path) -> None:
-    fill(tmp_path, SMALL - 1, 1, 1, *[0] * 1100)
-    _, source, target = move(tmp_path)
-    packs = [numbers for numbers, _ in source.of("pack")]
-    assert [len(numbers) for numbers in packs] == [2, 512, 512, 77]
-    assert [number for numbers in packs for number in numbers] == list(range(1103))
-    assert len(target.of("store")) == 4
-
-
-def test_large_files_are_sent_in_pieces(tmp_path: Path, tiny: None) -> None:
-    fill(tmp_path, 5, 10, 11, 20, 21, 4)
-    transfer, source, _ = move(tmp_path)
-    assert source.of("piece") == [
-        *([0, 0, 5], [1, 0, 10], [2, 0, 10], [2, 10, 1]),
-        *([3, 0, 10], [3, 10, 10], [4, 0, 10], [4, 10, 10], [4, 20, 1]),
-    ]
-    assert (transfer.report.sent, transfer.report.sent_size) == (6, 71)
-
-
 def test_requests_are_sent_ahead_but_not_without_limit(tmp_path: Path, tiny: None) -> None:
     fill(tmp_path, 900, 7)
     _, source, target = move(tmp_path)
     assert 10 < source.most < 20
     assert 10 < target.most < 20
-
-
-def test_lists_are_compared_ahead_but_not_without_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyfab.files.source.ROWS", 2)
-    fill(tmp_path, *[1] * 99)
-    transfer, source, target = move(tmp_path)
-    assert [len(rows) for (rows,) in target.of("compare")] == [*[2] * 49, 1]
-    assert source.most < 5 and 10 < target.most < 20
-    assert (transfer.report.entries, transfer.report.files, transfer.report.size) == (99, 99, 99)
 
 
 def test_what_is_there_needs_no_room(tmp_path: Path) -> None:

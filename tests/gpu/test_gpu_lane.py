@@ -48,13 +48,6 @@ def test_content_and_device_are_kept(compute: sky.Compute) -> None:
         assert torch.equal(found, value * 2)
 
 
-def test_a_call_has_its_own_copy(compute: sky.Compute) -> None:
-    value = torch.ones(COUNT, device="cuda")
-    for _ in range(3):
-        assert float((doubled(value) >> compute).sum()) == 2 * COUNT
-    assert float(value.sum()) == COUNT
-
-
 def test_views_share_memory_there_and_here(compute: sky.Compute) -> None:
     value = torch.zeros(COUNT, device="cuda")
     shared, (first, second) = tied(value, value[:1000]) >> compute

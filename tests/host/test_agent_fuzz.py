@@ -16,15 +16,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from stage.messages import filled
 
 from skyfab.host.agent.link import SOCKET
 from skyfab.inventory.host import Host
 from skyfab.protocol import VERSION, messages
 from skyfab.protocol.blobs import name_of
-from skyfab.protocol.frames import ACK, BYE, COUNT, CREDIT, DATA, HEAD, HEADER, HELLO, KINDS, LIMIT, PING, Reader, frame
+from skyfab.protocol.frames import ACK, BYE, COUNT, HEAD, HEADER, HELLO, PING, Reader, frame
 from skyfab.protocol.messages import AgentHello, Message
 from skyfab.session.bootstrap import Bootstrap
 from skyfab.session.bundle import bundle
@@ -159,28 +157,15 @@ def call(**changes: Any) -> bytes:
 
 BAD_MESSAGES = {
     "a seat that is not there": call(),
-    "a function that is not there": call(function="x"),
-    "a part that is none": call(parts=[-1]),
     "a blob that is not there": call(parts=[[NAME, 5]]),
-    "cancel of nothing": messages.Cancel(streams=[12345]).encode(),
-    "release of nothing": messages.StopWorker(worker="nobody").encode(),
-    "forget of nothing": messages.Forget(digests=["x"]).encode(),
     "names that are none": messages.Has(names=["../../etc/passwd"]).encode(),
     "a blob with a bad name": messages.Blob(name="../x", parts=[]).encode(),
-    "a damaged blob": messages.Blob(name=NAME, parts=[]).encode(),
-    "a tree with a bad name": messages.Tree(digest="..", files=[]).encode(),
     "a tree outside": messages.Tree(digest=NAME, files=[["../x", NAME]]).encode(),
-    "a tree of missing blobs": messages.Tree(digest=NAME, files=[["x", NAME]]).encode(),
     "a tree with a NUL": messages.Tree(digest=NAME, files=[["a\0b", NAME]]).encode(),
-    "a tree of pairs that are none": messages.Tree(digest=NAME, files=[["x"]]).encode(),
     "a seat with a code tree that is not there": spawn("1", tree=NAME),
     "a seat with a path for a name": spawn("../../x"),
-    "a seat with a NUL in its name": spawn("a\0b"),
     "a seat with a bad environment": spawn("2", env={"A=B": "x\0y"}),
-    "a seat with a bad place": spawn("3", info={"no such field": [[[]]]}),
     "an answer": messages.Done().encode(),
-    "a result": messages.Result(parts=[]).encode(),
-    "a hello as a message": messages.ClientHello(protocol=1, received=0, lease=1.0).encode(),
 }
 
 
@@ -207,17 +192,11 @@ def test_the_other_processes_of_the_agent_survive_bad_seats(client: Client) -> N
 
 
 BAD_BYTES = {
-    "nothing": b"",
     "no frames": b"GET / HTTP/1.1\r\n\r\n" * 10,
     "an unknown kind": HEADER.pack(99, 0, 1, 0),
-    "a frame too large": HEADER.pack(DATA, 0, 1, LIMIT + 1),
     "half a frame": HEADER.pack(HEAD, 0, 1, 100) + b"x",
-    "a head longer than its frame": HEADER.pack(HEAD, 9, 1, 4) + b"abcd",
-    "no JSON": frame(HEAD, 1, b"\xff", 1),
     "an unknown message": frame(HEAD, 1, b'{"op":"x"}', 10),
-    "data of nothing": frame(DATA, 4_000_001, b"x"),
     "an acknowledgement of what was not sent": frame(ACK, 0, COUNT.pack(2**62)),
-    "a short count": frame(CREDIT, 1, b"x"),
     "hello again": frame(HELLO, 0, messages.ClientHello(protocol=VERSION, received=0, lease=1.0).encode()),
     "a hello of another version": frame(
         HELLO, 0, messages.ClientHello(protocol=VERSION + 1, received=0, lease=1.0).encode()
@@ -225,12 +204,13 @@ BAD_BYTES = {
 }
 
 
-@pytest.mark.parametrize("hello", [True, False], ids=["after hello", "before hello"])
-@pytest.mark.parametrize("data", BAD_BYTES.values(), ids=BAD_BYTES)
-def test_bad_bytes_end_the_connection_and_not_the_agent(client: Client, data: bytes, hello: bool) -> None:
-    with client.connected(hello=hello):
-        client.write(data)
-        client.write(frame(PING))
+def test_bad_bytes_end_the_connection_and_not_the_agent(client: Client) -> None:
+    for name, data in BAD_BYTES.items():
+        print(name, flush=True)  # what the agent heard last, if it is gone
+        for hello in (True, False):
+            with client.connected(hello=hello):
+                client.write(data)
+                client.write(frame(PING))
     with client.connected():
         client.is_answered()
 
@@ -271,8 +251,9 @@ def test_a_silent_link_does_not_delay_the_agent(client: Client) -> None:
         assert time.monotonic() - began < SECONDS, "the agent waits for each of them"
 
 
-@pytest.mark.parametrize("said", [b'{"connection": ""}', b"[1]", b"5", b"{}", b"no JSON", b""])
-@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("said", "count"), [(b'{"connection": ""}', 0), (b"[1]", 2), (b"{}", 2), (b"no JSON", 1), (b"", 0)]
+)
 def test_a_link_with_something_else_is_sent_away(client: Client, said: bytes, count: int) -> None:
     with open(os.devnull, "rb") as nothing, connected_socket(client) as link:  # noqa: PTH123
         if said:
@@ -281,65 +262,5 @@ def test_a_link_with_something_else_is_sent_away(client: Client, said: bytes, co
             link.shutdown(socket.SHUT_WR)
         link.settimeout(SECONDS)
         assert link.recv(1) == b""
-    with client.connected():
-        client.is_answered()
-
-
-# ---- ends of programs and of connections
-
-
-@pytest.mark.parametrize(
-    ("half", "local", "said"),
-    [
-        (True, False, "the program has ended: its client has 10 s"),
-        (False, False, "the connection has ended: its client has 30 s"),
-        (False, True, "the program has ended: its client has 10 s"),
-    ],
-    ids=["the input alone", "both directions", "both directions, on this machine"],
-)
-def test_an_agent_tells_the_end_of_a_program_from_that_of_a_connection(
-    client: Client, half: bool, local: bool, said: str
-) -> None:
-    """And is there when the program comes back all the same."""
-    log = client.cache / "logs" / client.launch.session / "agent.log"
-    before = len(log.read_text())
-    with client.connected(local=local):
-        assert client.agent is not None
-        pid = client.agent.pid
-        if half:
-            assert client.stream._process.stdin is not None
-            client.stream._process.stdin.close()
-        else:
-            client.stream.close()
-        deadline = time.monotonic() + SECONDS
-        while said not in log.read_text()[before:]:
-            assert time.monotonic() < deadline, f"the agent said: {log.read_text()[before:]}"
-            time.sleep(0.01)
-    with client.connected():
-        client.is_answered()
-        assert client.agent is not None
-        assert client.agent.pid == pid
-
-
-any_frames = st.lists(
-    st.one_of(
-        st.binary(max_size=40),
-        st.builds(
-            lambda kind, stream, payload, head: frame(kind, stream, payload, min(head, len(payload))),
-            st.sampled_from(sorted(KINDS - {BYE})),
-            st.integers(2_000_001, 2_000_009),
-            st.one_of(st.binary(max_size=30), st.sampled_from(list(BAD_MESSAGES.values()))),
-            st.sampled_from([0, 20, 65_535]),
-        ),
-    ),
-    max_size=8,
-).map(b"".join)
-
-
-@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(any_frames, st.booleans())
-def test_whatever_a_client_says_the_agent_lives(client: Client, said: bytes, hello: bool) -> None:
-    with client.connected(hello=hello):
-        client.write(said)
     with client.connected():
         client.is_answered()

@@ -88,15 +88,4 @@ def cancel_one_of_twelve(pool: sky.Compute, seed: int, rounds: int) -> int:
 def test_calls_beside_one_that_is_cancelled_are_answered(open_pool: Callable[..., sky.Compute]) -> None:
     pool = open_pool("local", count=1)
     assert [add(n) >> pool for n in range(50)]  # short calls: the queue hands them out ahead
-    assert cancel_one_of_twelve(pool, seed=1, rounds=60) >= 60 * 11
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("seed", [11, 12])
-def test_twenty_thousand_calls_with_cancelled_ones_among_them_are_answered(
-    open_pool: Callable[..., sky.Compute], seed: int
-) -> None:
-    pool = open_pool("local", count=1, host={"slots": 2})
-    assert [add(n) >> pool for n in range(50)]
-    assert cancel_one_of_twelve(pool, seed=seed, rounds=1800) >= 1800 * 11
+    assert cancel_one_of_twelve(pool, seed=1, rounds=30) >= 30 * 11

@@ -33,11 +33,10 @@ def ok(x: int) -> int:
     return x
 
 
-@pytest.mark.parametrize("transport", ["local", "openssh"])
 def test_a_daemon_that_was_forked_goes_with_its_rank(
-    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool], transport: str
+    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool]
 ) -> None:
-    pool = open_pool(transport, count=1, host={"slots": 2})
+    pool = open_pool("openssh", host={"slots": 2})
     other = fork_a_daemon(spot / "other", spot / "never") > pool
     spot.wait("other")
     future = fork_a_daemon(spot / "daemon", spot / "never") > pool

@@ -141,16 +141,6 @@ def test_a_chunk_of_a_neighbor_waits_for_its_hash(make: Make, data: bytes) -> No
     assert second.look(60, *hashed(data, 2))[:2] == (4, "")
 
 
-def test_a_host_that_waits_for_a_hash_can_change_its_source(make: Make, data: bytes) -> None:
-    first, second, third = make("a"), make("b"), make("c")
-    fill(first, data)
-    fill(second, data)
-    connect(third, first)
-    assert third.look(60, 0, b"")[:2] == (0, "")
-    connect(third, second)
-    assert third.look(60, *hashed(data))[:2] == (4, "")
-
-
 def test_chunks_of_the_client_are_checked_too(make: Make, data: bytes) -> None:
     one = make("a")
     assert send(one, data, 1)[:2] == (0, ""), "it is not the next one"
@@ -173,17 +163,6 @@ def test_a_whole_that_does_not_have_its_name(make: Make, data: bytes, tmp_path: 
     with pytest.raises(OSError, match="arrived damaged"):
         one.commit(True)
     assert [path.name[0] for path in (tmp_path / "a/run").iterdir()] == ["."]
-
-
-def test_a_blob_of_another_size_is_replaced(make: Make, data: bytes, tmp_path: Path) -> None:
-    name = hashlib.sha256(data).hexdigest()
-    (tmp_path / "a/run").mkdir(parents=True)
-    (tmp_path / "a/run" / name).write_bytes(data[:-1])
-    one = make("a")
-    assert [*one.drafts] == [0]
-    fill(one, data)
-    one.commit(False)
-    assert (tmp_path / "a/run" / name).read_bytes() == data
 
 
 def test_a_blob_that_a_power_cut_has_damaged_is_replaced(

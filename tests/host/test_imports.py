@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,22 +57,6 @@ def test_the_project_and_single_modules_are_not_told_but_what_they_import_is(rep
     reported.package("heavy_one")
     __import__("own_one")
     assert reported.names == ["heavy_one", ""]
-
-
-def test_an_import_that_fails_ends_too(reported: Reported) -> None:
-    reported.package("broken_one", "import nothing_of_that_name")
-    with pytest.raises(ModuleNotFoundError, match="nothing_of_that_name"):
-        __import__("broken_one")
-    assert reported.names == ["broken_one", ""]
-
-
-def test_other_threads_are_not_told(reported: Reported) -> None:
-    reported.package("threads_one")
-    thread = threading.Thread(target=__import__, args=["threads_one"])
-    thread.start()
-    thread.join()
-    assert "threads_one" in sys.modules
-    assert reported.names == []
 
 
 @sky.function

@@ -10,7 +10,6 @@ from stand_in import Agent, Process
 from skyfab.host.agent.uploads import Uploads
 from skyfab.host.agent.worker_handle import Running, WorkerHandle
 from skyfab.protocol import messages
-from skyfab.protocol.blobs import Assembly
 from skyfab.protocol.frames import DATA, HEAD, Buffer, frame
 from skyfab.protocol.mux import Mux
 
@@ -58,16 +57,6 @@ def call(worker: WorkerHandle, uploads: Uploads, stream: int, *pieces: int) -> N
     worker.flush()
 
 
-def test_nothing_is_kept_of_a_large_argument(
-    agent: Agent, worker: WorkerHandle, process: Process, mux: Mux, uploads: Uploads
-) -> None:
-    call(worker, uploads, 1, SIZE // 2, SIZE // 2)
-    process.answer(1)
-    worker.output.read()
-    assert not worker.calls
-    assert kept(mux, uploads) == NOTHING
-
-
 def test_nothing_is_kept_of_a_large_result(
     agent: Agent, worker: WorkerHandle, process: Process, mux: Mux, uploads: Uploads
 ) -> None:
@@ -94,12 +83,4 @@ def test_nothing_is_kept_of_a_call_whose_process_ended_while_its_data_came(
     worker.ended(-9, "killed")
     assert kept(mux, uploads) == NOTHING
     uploads.data(1, memoryview(bytearray(1000)))  # this was under way
-    assert kept(mux, uploads) == NOTHING
-
-
-def test_nothing_is_kept_of_a_large_function(mux: Mux, uploads: Uploads) -> None:
-    content = Assembly((SIZE,))
-    uploads.expect(1, (SIZE,), content)
-    uploads.place(1, SIZE)
-    uploads.data(1, memoryview(bytearray(SIZE)))
     assert kept(mux, uploads) == NOTHING

@@ -101,24 +101,6 @@ def test_when_it_was_written_is_noted(pair: Pair, tmp_path: Path, monkeypatch: p
         assert len(found) == 32 * len(records)
 
 
-def test_a_rank_that_writes_nothing_is_not_announced(pair: Pair, tmp_path: Path) -> None:
-    with opened(pair, tmp_path / "out") as log:
-        assert log.drain()
-        assert not log.catch_up()
-        pair.settle()
-        assert pair.b.heads == []
-
-
-def test_the_end_of_the_pipe_is_told(pair: Pair, tmp_path: Path) -> None:
-    with opened(pair, tmp_path / "out") as log:
-        os.write(log.sink, b"last")
-        os.close(log.sink)
-        while log.drain():
-            pass
-        pair.settle()
-        assert heard(pair) == b"last"
-
-
 def test_a_client_that_is_away_costs_the_rank_nothing_and_loses_nothing(pair: Pair, tmp_path: Path) -> None:
     """The file is the buffer: memory stays bounded, and all of it is forwarded afterwards, in order."""
     data = content(1, 20_000_000)
@@ -208,28 +190,6 @@ def test_a_process_that_never_stops_writing_does_not_hold_the_agent(pair: Pair) 
             flood.wait()
 
 
-def test_a_file_that_cannot_be_made_still_lets_the_client_hear(pair: Pair, tmp_path: Path) -> None:
-    with opened(pair, tmp_path / "no such folder" / "out") as log:
-        Writer(log).write(b"heard all the same\n")
-        log.drain()
-        pair.settle()
-        assert heard(pair) == b"heard all the same\n"
-        assert not log.waiting
-
-
-def test_without_a_file_and_without_a_client_memory_stays_bounded(pair: Pair, tmp_path: Path) -> None:
-    """A full disk and a closed laptop: the rank waits, or loses lines; the agent does not grow."""
-    pair.cut()
-    with opened(pair, tmp_path / "no such folder" / "out") as log:
-        os.set_blocking(log.sink, False)
-        for _ in range(40):
-            with contextlib.suppress(BlockingIOError):
-                while True:
-                    os.write(log.sink, bytes(65_536))
-            log.drain()
-        assert pair.a.mux.queued(STREAM) <= 8_000_000
-
-
 @contextlib.contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
     """No file of this process may grow beyond that: writes then fail, as on a full disk."""
@@ -241,18 +201,6 @@ def file_size_limit(size: int) -> Iterator[None]:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, handler)
-
-
-def test_a_disk_that_fills_up_loses_no_line_while_the_client_listens(pair: Pair, tmp_path: Path) -> None:
-    data = content(3, 6_000_000)
-    with opened(pair, tmp_path / "out") as log, file_size_limit(4_000_000):
-        writer = Writer(log)
-        for at in range(0, len(data), 500_000):
-            writer.write(data[at : at + 500_000])
-            while log.source in _readable(log.source):
-                log.drain()
-            finish(pair, log)
-        assert heard(pair) == data
 
 
 def test_a_disk_that_fills_up_loses_no_line_while_the_client_is_away(pair: Pair, tmp_path: Path) -> None:
@@ -316,46 +264,6 @@ def test_a_log_says_what_a_full_disk_did_not_take_and_continues_with_a_whole_lin
     missing = 9 * 20 - 4 + len(long)
     notice = b"[skyfab: the disk was full: %d bytes of output are missing here]\n" % missing
     assert (tmp_path / "out").read_bytes() == b"".join([*LINES[:20], b"line", notice, *LINES[40:]])
-
-
-def test_a_log_that_ends_after_a_full_disk_says_so(pair: Pair, tmp_path: Path) -> None:
-    with opened(pair, tmp_path / "out") as log:
-        with file_size_limit(4):
-            os.write(log.sink, b"last words\n")
-            log.drain()
-    assert (tmp_path / "out").read_bytes() == b"last[skyfab: the disk was full: 7 bytes of output are missing here]\n"
-
-
-def test_a_log_whose_file_could_not_be_made_is_made_later(pair: Pair, tmp_path: Path) -> None:
-    with opened(pair, tmp_path / "logs" / "out") as log:
-        for text in (b"first\n", b"second\n", b"third\n"):
-            os.write(log.sink, text)
-            log.drain()
-            (tmp_path / "logs").mkdir(exist_ok=True)
-    notice, *rest = (tmp_path / "logs/out").read_bytes().splitlines()
-    assert notice == b"[skyfab: the disk was full: 13 bytes of output are missing here]"
-    assert rest == [b"third"]
-
-
-def test_after_a_full_disk_the_file_is_the_buffer_again(pair: Pair, tmp_path: Path) -> None:
-    """Nothing is missing for the client, which is away later."""
-    data = content(5, 6_000_000)
-    with opened(pair, tmp_path / "out") as log:
-        with file_size_limit(1_000_000):
-            for at in range(0, 2_000_000, 500_000):
-                Writer(log).write(data[at : at + 500_000])
-                while log.source in _readable(log.source):
-                    log.drain()
-                finish(pair, log)
-        pair.cut()
-        Writer(log).write(data[2_000_000:])
-        while log.source in _readable(log.source):
-            log.drain()
-        assert not log.stopped
-        for side in (pair.a, pair.b):
-            pair.attach(side)
-        finish(pair, log)
-        assert heard(pair) == data
 
 
 def test_a_file_that_has_grown_large_is_followed_by_another(

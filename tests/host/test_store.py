@@ -17,7 +17,7 @@ from stage.threads import at_once
 
 from skyfab.errors import ProtocolError
 from skyfab.host.agent.store import NotStored, Store, map_blob, mark_used
-from skyfab.protocol.blobs import Assembly, name_of
+from skyfab.protocol.blobs import name_of
 
 CONTENT = random.Random(1).randbytes(300_000)
 NAME = name_of(CONTENT)
@@ -71,12 +71,6 @@ def test_kept_blobs_are_for_later_pools_and_others_are_not(tmp_path: Path) -> No
     kept, own = put(first, b"kept", keep=True), put(first, b"own")
     second = Store(run=str(tmp_path / "2"), cache=str(tmp_path / "cache"))
     assert second.missing([kept, own]) == [own]
-
-
-def test_an_empty_blob_is_a_blob(store: Store) -> None:
-    name = put(store, b"")
-    assert store.missing([name]) == []
-    assert bytes(map_blob(store.folders, name)) == b""
 
 
 def test_damaged_content_is_refused_and_leaves_nothing(store: Store, tmp_path: Path) -> None:
@@ -143,15 +137,6 @@ def test_many_processes_write_one_blob_at_once(tmp_path: Path) -> None:
         process.stdin.close()
     assert [process.wait() for process in started] == [0, 0, 0]
     assert files(tmp_path) == [f"cache/blobs/{NAME}"]
-
-
-def test_what_is_asked_for_counts_as_used(store: Store) -> None:
-    """The cleaner goes by age; a blob that a pool relies on is young."""
-    name = put(store, b"old", keep=True)
-    path = Path(store.folders[1], name)
-    os.utime(path, (1, 1))
-    store.missing([name])
-    assert path.stat().st_mtime > 1e9
 
 
 def test_blobs_are_for_their_owner_only(store: Store, tmp_path: Path) -> None:
@@ -244,13 +229,6 @@ def test_a_mapped_blob_is_private(store: Store) -> None:
     assert bytes(map_blob(store.folders, NAME)) == CONTENT
 
 
-def test_a_mapped_blob_outlives_its_file(store: Store) -> None:
-    put(store, CONTENT, keep=True)
-    view = map_blob(store.folders, NAME)
-    Path(store.folders[1], NAME).unlink()
-    assert bytes(view) == CONTENT
-
-
 def test_mapping_leaves_no_descriptor_open(store: Store) -> None:
     put(store, CONTENT, keep=True)
     view = map_blob(store.folders, NAME)
@@ -259,18 +237,6 @@ def test_mapping_leaves_no_descriptor_open(store: Store) -> None:
     for _ in range(20):
         map_blob(store.folders, NAME)
     assert len(names("/proc/self/fd")) == before
-
-
-def test_parts_of_a_call_come_from_the_store(store: Store) -> None:
-    """As a rank does it: inline parts beside mapped ones, and no path can be asked for by a name."""
-    put(store, CONTENT, keep=True)
-    resolve = lambda name: map_blob(store.folders, name)  # noqa: E731
-    assembly = Assembly([3, [NAME, len(CONTENT)]], resolve=resolve)
-    assembly.place(3)[:] = b"abc"
-    assembly.advance(3)
-    assert [bytes(view) for view in assembly.buffers()] == [b"abc", CONTENT]
-    with pytest.raises(ProtocolError):
-        Assembly([["../../../etc/passwd", 3]], resolve=resolve)
 
 
 # ---- trees
@@ -361,21 +327,6 @@ def test_a_hostile_path_is_refused_and_nothing_is_written(store: Store, tmp_path
     assert not place_of(store, TREE).exists()
 
 
-def test_a_file_cannot_be_a_folder_too(store: Store, tmp_path: Path) -> None:
-    one = put(store, b"one", keep=True)
-    for pair in (["a", "a/b"], ["a/b", "a"]):
-        with pytest.raises(OSError):
-            store.lay_out(TREE, [[path, one] for path in pair])
-    assert files(tmp_path) == [f"cache/blobs/{one}"]
-
-
-@pytest.mark.parametrize("path", ["..x", "..x/y", "...", "a/..b", ".a", "a..b", "-rf", "~", "$(x)", "a;b"])
-def test_odd_names_that_stay_inside_are_fine(store: Store, path: str) -> None:
-    """Two dots at the beginning of a name are not a way out."""
-    one = put(store, b"one")
-    assert files(Path(store.lay_out(TREE, [[path, one]]))) == [path]
-
-
 @pytest.mark.parametrize("digest", ["", "..", "../x", NAME[:-1], NAME.upper(), 3])
 def test_a_tree_has_a_sha256_for_a_name(store: Store, tmp_path: Path, digest: str) -> None:
     with pytest.raises(ProtocolError):
@@ -440,12 +391,3 @@ def test_a_tree_that_does_not_fit_leaves_nothing(full_disk: Path) -> None:
     assert caught.value.errno == errno.ENOSPC
     assert files(full_disk) == [f"cache/blobs/{name}"]
     assert names(full_disk / "cache/trees") == []
-
-
-def test_a_folder_that_cannot_be_written_to_is_a_clean_error(tmp_path: Path) -> None:
-    """A file stands where the cache should be."""
-    (tmp_path / "cache").write_text("not a folder")
-    store = Store(run=str(tmp_path / "run"), cache=str(tmp_path / "cache"))
-    with pytest.raises(OSError):
-        store.writer(NAME, keep=True)
-    assert store.missing([NAME]) == [NAME]

@@ -50,26 +50,6 @@ def test_after_a_failure_no_trial_begins_unless_asked_to_keep_going() -> None:
     assert going.ask(0, end(1, "failed")) == 2
 
 
-def test_a_reply_that_does_not_arrive_is_given_again_and_an_end_counts_once() -> None:
-    trials = Listed(3)
-    assert trials.ask(0) == 1
-    assert trials.ask(0, end(1)) == 2  # this reply is lost, and asked for again
-    assert trials.ask(0, end(1)) == 2
-    assert trials.list.states == ["done"]
-    assert trials.ask(0, has=(2,)) == 3
-
-
-def test_what_a_lost_rank_has_is_lost_and_not_given_to_another() -> None:
-    trials = Listed(3)
-    assert [trials.ask(1), trials.ask(2)] == [1, 2]
-    trials.list.gone(1)
-    assert trials.notes[-1] == {"trial": 1, "state": "lost", "rank": 1}
-    assert trials.ask(2, end(2)) == 3
-    assert trials.ask(2, end(3)) is None
-    assert trials.ask(1, end(1)) is None  # it was only its connection
-    assert trials.list.expected == {0, 3}
-
-
 def test_a_slot_that_waits_takes_no_trial_and_hears_whether_there_are_more() -> None:
     trials = Listed(2)
     assert trials.ask(0) == 1
@@ -85,7 +65,7 @@ def test_a_host_without_slots_is_not_waited_for() -> None:
     assert Listed(1, slots=(0, 1)).list.expected == {1}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(6))
 def test_each_trial_begins_once_whatever_is_lost(seed: int) -> None:
     """Ranks with two slots each; any request or reply may be lost, and a rank may die with what it has."""
     chance = random.Random(seed)

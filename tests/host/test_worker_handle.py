@@ -29,26 +29,6 @@ def test_a_function_that_a_call_uses_is_forgotten_later(worker: WorkerHandle, pr
     assert worker.functions == {"known"}
 
 
-@pytest.mark.parametrize("why", ["cancel", "timeout"])
-def test_a_call_that_heeds_sigterm_and_returns_does_not_keep_its_process(
-    agent: Agent, worker: WorkerHandle, process: Process, why: str
-) -> None:
-    """Else it would take no more calls and never end."""
-    give(worker, 1, timeout=5.0 if why == "timeout" else None)
-    if why == "cancel":
-        worker.cancel(1)
-    else:
-        agent.time = 6.0
-        agent.look()
-    assert agent.signals == [signal.SIGTERM]
-    process.answer(1)
-    worker.output.read()
-    assert agent.answers() == {1: "result"}
-    agent.time += 10.0
-    agent.look()
-    assert signal.SIGKILL in agent.signals
-
-
 def test_a_call_behind_one_that_is_cancelled_is_not_begun_in_its_process(
     agent: Agent, worker: WorkerHandle, process: Process
 ) -> None:
@@ -61,15 +41,6 @@ def test_a_call_behind_one_that_is_cancelled_is_not_begun_in_its_process(
     assert process.heard() == b"", "the next call was begun"
     worker.ended(-signal.SIGTERM, "its process was killed by SIGTERM")
     assert agent.answers() == {1: "result", 3: "unstarted", 5: "unstarted"}
-
-
-def test_an_answer_that_is_found_when_the_process_is_gone_leaves_those_behind_it_unstarted(
-    agent: Agent, worker: WorkerHandle, process: Process
-) -> None:
-    give(worker, 1, 3)
-    process.answer(1)
-    worker.ended(-signal.SIGTERM, "its process was killed by SIGTERM")
-    assert agent.answers() == {1: "result", 3: "unstarted"}
 
 
 def test_a_call_that_comes_while_the_process_ends_waits_for_that(

@@ -155,14 +155,6 @@ def test_the_report_and_the_fix(sick: tuple[Lab, Ran], tmp_path: Path) -> None:
     assert "disk     fine" in doctor(inventory, "node2").out
 
 
-def test_what_is_pasted(sick: tuple[Lab, Ran]) -> None:
-    lab, _ = sick
-    done = doctor(lab.inventory, "node1", "root@127.0.0.1:1", "--paste")
-    assert done.code == 3
-    assert "host1 GPUs/in use advice: GPU 0 is in use" in done.out and "host2 login/reachability failure: " in done.out
-    assert "node1" not in done.out and "127.0.0.1" not in done.out
-
-
 # ---- between hosts
 
 
@@ -170,13 +162,6 @@ def test_what_is_pasted(sick: tuple[Lab, Ran]) -> None:
 def trio() -> Iterator[Lab]:
     with start(3, second_network=True) as lab:
         yield lab
-
-
-def test_hosts_that_find_each_other(trio: Lab) -> None:
-    done = doctor(trio.inventory, "--json")
-    assert done.code == 0, done.out + done.err
-    assert set(done.levels("bandwidth")) == {"node1 → node2", "node2 → node3", "node1 → node3"}
-    assert {one["setting"][0] for one in json.loads(done.out) if one["check"] == "interface"} == {"interface"}
 
 
 def test_a_port_that_is_blocked(trio: Lab) -> None:
@@ -198,6 +183,7 @@ def test_a_slow_link(trio: Lab) -> None:
         done = doctor(trio.inventory, "--json")
     finally:
         trio["node3"].slow(None)
+    assert {one["setting"][0] for one in json.loads(done.out) if one["check"] == "interface"} == {"interface"}
     slow = [host for host, level in done.levels("bandwidth").items() if level != "ok"]
     assert "node2 → node3" in slow and "node1 → node3" in slow and "node1 → node2" not in slow
 

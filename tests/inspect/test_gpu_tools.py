@@ -53,16 +53,6 @@ def test_a_throttled_gpu_says_why() -> None:
     assert survey(nvidia(tool(idle))).gpus[0].throttled == (), "idle is fine"
 
 
-def test_a_driver_that_does_not_know_all_fields() -> None:
-    def old(words: list[str]) -> str:
-        if "ecc" in words[1]:
-            raise ToolFailed('Field "ecc.errors.uncorrected.volatile.total" is not a valid field to query.')
-        return tool("0, GPU-1, Tesla K80, 11441, 0, 0, 40\n")(words)
-
-    (gpu,) = survey(nvidia(old)).gpus
-    assert (gpu.name, gpu.driver, gpu.memory_free) == ("Tesla K80", None, 11441 * 1024**2)
-
-
 @pytest.mark.parametrize("text", ["Unable to determine the device handle for GPU\n", "a, b\n"])
 def test_output_that_is_something_else(text: str) -> None:
     with pytest.raises(ToolFailed, match="unexpected output"):

@@ -14,10 +14,7 @@ from skyfab.host import gpu_locks
 from skyfab.inspect.columns import cells
 from skyfab.inspect.condition import Condition
 from skyfab.inspect.survey import LIMITS, Survey
-from skyfab.inspect.top.monitor import Seen
-from skyfab.inspect.top.snapshot import snapshot
 from skyfab.inventory.host import Host
-from skyfab.inventory.inventory import Inventory
 
 HOST = Host(name="node1", gpus=(0, 1, 2))
 NIGHT: dict[str, Any] = {
@@ -55,12 +52,6 @@ def test_conditions_know_which_gpus_are_free() -> None:
 
 def _said() -> dict[str, Any]:
     return {"os": "Debian", "kernel": "6", "python": "3.11", "cpus": 4}
-
-
-def test_top_counts_those_that_wait() -> None:
-    seen = Seen(host=HOST, survey=surveyed({**NIGHT, "waits": True}), heard=1.0)
-    now = snapshot([seen], Inventory(hosts={"node1": HOST}), every=1.0, clock=1.0, now=1.0)
-    assert now.summary == "1 host: 1 ready · 1 waiting for GPUs · no runs"
 
 
 @pytest.mark.parametrize("bad", [{"gpus": "all"}, {"waits": "yes"}, {"seconds": "long"}, {"user": 7}])

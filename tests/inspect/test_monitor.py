@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
 from stage.spot import until
 
 from skyfab.errors import Unreachable
-from skyfab.inspect.top import monitor
 from skyfab.inspect.top.monitor import Monitor, Seen
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
-from skyfab.session.question import Question
 
 
 def hosts(folder: Path) -> list[Host]:
@@ -33,13 +30,3 @@ def test_hosts_are_looked_at_again_and_one_that_is_lost_delays_no_other(tmp_path
 
 def later(one: Seen, other: Seen) -> bool:
     return one.heard is not None and other.heard is not None and one.heard > other.heard
-
-
-def test_a_host_that_cannot_answer_is_shown_so_and_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(monitor, "SURVEY", Question("missing", lambda host, replies: None))
-    here = hosts(tmp_path)[0]
-    with Monitor([here], Inventory(hosts={"here": here}), every=0.1) as watched:
-        until(lambda: watched.seen()[0].error)
-        assert "missing failed: ModuleNotFoundError" in str(watched.seen()[0].error)
-        monkeypatch.undo()
-        until(lambda: watched.seen()[0].error is None)

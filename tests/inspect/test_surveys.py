@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -42,11 +41,6 @@ def test_this_machine() -> None:
     assert not found.gpus or found.gpu_tool
 
 
-def test_a_folder_that_is_not_there_yet_has_a_disk(tmp_path: Path) -> None:
-    found = schema.parse(Survey, survey(str(tmp_path / "not" / "there")), LIMITS)
-    assert found.disk == os.statvfs(tmp_path).f_frsize * os.statvfs(tmp_path).f_blocks
-
-
 @pytest.mark.lab
 def test_what_hosts_say_about_their_gpus(gpu_lab: Lab) -> None:
     code, out, err = skyfab("hosts", f"--inventory={gpu_lab.inventory}", "--json")
@@ -75,26 +69,3 @@ def test_a_pool_has_the_hosts_that_meet_its_condition(gpu_lab: Lab) -> None:
     assert any("node2, node3, node4: excluded by 'gpu.memory" in line for line in lines)
     with sky.Compute(inventory=gpu_lab.inventory, where="not gpus", nodes=1, ui="none") as pool:
         assert [host.name for host in pool.hosts] == ["node3"]
-
-
-@pytest.mark.lab
-def test_too_few_hosts_meet_it(gpu_lab: Lab) -> None:
-    pool = sky.Compute(inventory=gpu_lab.inventory, where="gpu.memory >= 40GB", nodes=3, ui="none")
-    with pytest.raises(sky.UsageError) as failed:
-        pool.open()
-    assert failed.value.message.splitlines() == [
-        "only 2 of 4 hosts meet 'gpu.memory >= 40GB', but nodes=3",
-        "  node3: no gpu.memory",
-        "  node4: no gpu.memory",
-    ]
-
-
-@pytest.mark.lab
-def test_a_script_runs_where_it_should(gpu_lab: Lab, tmp_path: Path) -> None:
-    (tmp_path / "who.py").write_text("import socket; print(socket.gethostname())")
-    options = (f"--inventory={gpu_lab.inventory}", "--workdir=temp")
-    code, out, err = skyfab("run", *options, "--where=gpus and not busy", "who.py", cwd=tmp_path)
-    assert (code, out) == (0, "node1[0] node1\n"), err
-    code, out, err = skyfab("run", *options, "--where=gpus > 7", "who.py", cwd=tmp_path)
-    assert (code, out) == (2, "")
-    assert "error: no host meets 'gpus > 7'\n  node1: gpus 1\n" in err

@@ -158,11 +158,6 @@ def test_groups_keep_their_order_and_resolve_groups_patterns_tags_and_exclusions
     assert list(cluster.groups) == ["gpu", "front", "everything", "most", "nobody"]
 
 
-def test_a_group_may_name_a_group_that_comes_later() -> None:
-    inventory = Inventory.parse('[hosts.a]\n[groups]\nouter = ["inner"]\ninner = ["a"]')
-    assert inventory.groups == {"outer": ("a",), "inner": ("a",)}
-
-
 def test_a_group_may_have_this_machine() -> None:
     inventory = Inventory.parse('[hosts.a]\n[groups]\nboth = ["local", "a"]')
     assert inventory.select("both") == (LOCAL, inventory.hosts["a"])
@@ -173,24 +168,6 @@ def test_local_may_be_declared_and_never_gets_what_is_for_ssh() -> None:
         '[defaults]\nuser = "ada"\njump = "gw"\ntransport = "openssh"\n[hosts.local]\nslots = 3\nport = 22'
     )
     assert inventory.hosts["local"] == Host(name="local", transport="local", slots=3)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        pytest.param('[hosts.a]\naddress = "h"\n[hosts.b]\naddress = "h"\nport = 2222', id="another port"),
-        pytest.param('[hosts.a]\naddress = "h"\n[hosts.b]\naddress = "h"\njump = "gw"', id="behind a jump"),
-        pytest.param('[defaults]\ntransport = "local"\naddress = "h"\n[hosts.a]\n[hosts.b]', id="this machine twice"),
-    ],
-)
-def test_one_address_may_be_several_hosts(text: str) -> None:
-    assert len(Inventory.parse(text).hosts) == 2
-
-
-def test_a_byte_order_mark_and_windows_line_ends_are_read(tmp_path: Path) -> None:
-    path = tmp_path / "inv.toml"
-    path.write_bytes(b'\xef\xbb\xbf[hosts.a]\r\nuser = "ada"\r\n')
-    assert Inventory.of(path).hosts["a"].user == "ada"
 
 
 # Where the file is found
@@ -222,17 +199,6 @@ def test_find_takes_the_variable_then_the_folder_then_the_users_configuration(
     assert Inventory.find() == Inventory(hosts={"local": LOCAL}, source=None)
 
 
-def test_find_looks_in_the_home_folder_when_xdg_config_home_is_not_absolute(
-    cwd: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HOME", str(cwd))
-    monkeypatch.setenv("XDG_CONFIG_HOME", "relative")
-    path = cwd / ".config" / "skyfab" / "inventory.toml"
-    path.parent.mkdir(parents=True)
-    path.write_text("[hosts.a]")
-    assert Inventory.find().source == path
-
-
 def test_a_variable_that_names_no_file_is_an_error_and_not_another_inventory(
     cwd: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -243,12 +209,6 @@ def test_a_variable_that_names_no_file_is_an_error_and_not_another_inventory(
     assert "unset SKYFAB_INVENTORY" in str(caught.value.hint) and "lab.up" in str(caught.value.hint)
 
 
-def test_a_dangling_link_is_an_error_and_not_another_inventory(cwd: Path) -> None:
-    (cwd / "inventory.toml").symlink_to("gone")
-    with pytest.raises(InventoryError, match="No such file"):
-        Inventory.find()
-
-
 # Selection
 
 
@@ -257,41 +217,26 @@ def test_a_dangling_link_is_an_error_and_not_another_inventory(cwd: Path) -> Non
     [
         (None, ["node1", "node2", "node3", "node4", "web1", "web2"]),
         ("all", ["node1", "node2", "node3", "node4", "web1", "web2"]),
-        ("node2", ["node2"]),
         ("gpu", ["node1", "node2", "node3"]),
-        ("a100", ["node1", "node2", "node3", "node4"]),
         ("node1", ["node1"]),  # the host, not web1 that has the tag
         ("front", ["web2"]),  # the group, not web1 that has the tag
-        ("node[2-4]", ["node2", "node3", "node4"]),
         ("node[3,1-2]", ["node3", "node1", "node2"]),
-        ("[::1]:22", ["[::1]:22"]),
         ("web*", ["web1", "web2"]),
-        ("node?", ["node1", "node2", "node3", "node4"]),
         ("*[!34]", ["node1", "node2", "web1", "web2"]),
-        ("node[1-2],web*", ["node1", "node2", "web1", "web2"]),
         (" web1 , node1 ,", ["web1", "node1"]),
         (["web1", "node1,node2"], ["web1", "node1", "node2"]),
         ("node1,gpu,node1", ["node1", "node2", "node3"]),
         ("!node3", ["node1", "node2", "node4", "web1", "web2"]),
-        ("!gpu,!web*", ["node4"]),
         ("!node[1-3],!front", ["node4", "web1"]),
         ("gpu,!node2", ["node1", "node3"]),
-        ("!node2,gpu", ["node1", "node3"]),
-        ("gpu,!web1", ["node1", "node2", "node3"]),
-        ("gpu,! node2", ["node1", "node3"]),
-        ("local", ["local"]),
         ("local,node1", ["local", "node1"]),
         ("all,local,!local", ["node1", "node2", "node3", "node4", "web1", "web2"]),
         ("nobody,node1", ["node1"]),
         ("10.0.0.11", ["node1"]),
-        ("ada@10.0.0.11:22", ["node1"]),
         ("fe80::2", ["fe80::2"]),  # port 22, while web2's is 2222
         ("[fe80::2]:2222", ["web2"]),
         ("all,!10.0.1.1", ["node1", "node2", "node3", "node4", "web2"]),
-        ("10.0.0.[98-99]", ["10.0.0.98", "10.0.0.99"]),
         ("root@node1,node1,node2,!node1", ["node2"]),  # one machine, by whatever name
-        ("bob@10.0.0.11,node2,!node1", ["node2"]),
-        ("gpu,bob@10.9.9.9,!bob@10.9.9.9", ["node1", "node2", "node3"]),
     ],
 )
 def test_a_selection_means_these_hosts_in_this_order(
@@ -315,17 +260,12 @@ def test_two_different_hosts_of_one_name_are_refused(cluster: Inventory) -> None
 @pytest.mark.parametrize(
     ("word", "host"),
     [
-        ("10.0.0.5", Host(name="10.0.0.5")),
         ("host.example.com", Host(name="host.example.com")),
         ("host:2222", Host(name="host:2222", address="host", port=2222)),
-        ("ada@host", Host(name="ada@host", address="host", user="ada")),
         ("ada@10.0.0.5:2222", Host(name="ada@10.0.0.5:2222", address="10.0.0.5", user="ada", port=2222)),
         ("ssh://ada@host:22", Host(name="ada@host:22", address="host", user="ada", port=22)),
         ("[::1]:22", Host(name="[::1]:22", address="::1", port=22)),
-        ("[::1]", Host(name="[::1]", address="::1")),
-        ("::1", Host(name="::1")),
         ("ada@[fe80::1%eth0]:22", Host(name="ada@[fe80::1%eth0]:22", address="fe80::1%eth0", user="ada", port=22)),
-        ("ada@fe80::1", Host(name="ada@fe80::1", address="fe80::1", user="ada")),
         ("ada@corp.example@host", Host(name="ada@corp.example@host", address="host", user="ada@corp.example")),
         ("CORP\\ada@host", Host(name="CORP\\ada@host", address="host", user="CORP\\ada")),
     ],
@@ -352,45 +292,21 @@ def test_without_a_file_any_word_is_an_alias_of_ssh_config() -> None:
     ("selection", "message", "hint"),
     [
         ("nod1", 'cluster.toml: no host, group or tag matches "nod1"', "did you mean node1?"),
-        ("gpus", 'cluster.toml: no host, group or tag matches "gpus"', "did you mean gpu?"),
-        ("node[3-5]", 'cluster.toml: no host, group or tag matches "node5"', "known names: node1, node2"),
         ("wob1,nod2", 'cluster.toml: no host, group or tag matches "wob1", "nod2"', "did you mean web1, node2?"),
-        (
-            "zebra",
-            'cluster.toml: no host, group or tag matches "zebra"',
-            "known names: node1, node2, node3, node4, web1 and",
-        ),
-        ("db*", 'cluster.toml: no host, group or tag matches "db*"', "known names"),
         ("n[2-1]", "[2-1] counts down", "write [1-2]"),
-        ("[z-a]", 'cluster.toml: no host, group or tag matches "[z-a]"', "known names"),
-        ("all,!nod3", 'cluster.toml: no host, group or tag matches "nod3"', "did you mean node3?"),
-        ("all,!10.9.9.9", 'cluster.toml: no host, group or tag matches "10.9.9.9"', "known names"),
-        ("all,!", 'cluster.toml: no host, group or tag matches ""', "known names"),
         ("node1 node2", 'cluster.toml: no host, group or tag matches "node1 node2"', "separate names with commas"),
         ("-oProxyCommand=x", 'cluster.toml: no host, group or tag matches "-oProxyCommand=x"', "known names"),
-        (
-            "-oProxyCommand=a.b@c:1",
-            'cluster.toml: no host, group or tag matches "-oProxyCommand=a.b@c:1"',
-            "known names",
-        ),
         (
             "node[1-5000]",
             'cluster.toml: no host, group or tag matches "node5", "node6", "node7", "node8", "node9" and 4991 more',
             "",
         ),
-        ("node[1-", "invalid range in 'node[1-'", "write ranges as"),
-        ("node[1-]", "invalid range in 'node[1-]'", "write ranges as"),
         ("node[1, 3]", "invalid range in 'node[1, 3]'", "node[01-10,12]"),
         ("node[1-99999999]", "'node[1-99999999]' expands to more than 10000 hosts", "check the numbers"),
         ("n[1-999]m[1-999]", "'n[1-999]m[1-999]' expands to more than 10000 hosts", "check the numbers"),
         ("", "no hosts are selected", "name some"),
-        ([], "no hosts are selected", "name some"),
-        (" , ", "no hosts are selected", "name some"),
         ("!all", "no hosts are selected", "exclude fewer"),
-        ("gpu,!node*", "no hosts are selected", "exclude fewer"),
-        ("nobody", "no hosts are selected", "name some"),
         (7, "not a host selection: 7", 'as in "node1,node2"'),
-        ([b"node1"], "not a host selection: b'node1'", 'as in "node1,node2"'),
     ],
 )
 def test_an_invalid_selection_says_why_and_what_to_type(
@@ -412,9 +328,7 @@ def test_nodes_limits_the_selection(cluster: Inventory) -> None:
     [
         (4, "nodes=4, but only 3 hosts selected"),
         (0, "1 or more, not 0"),
-        (-1, "not -1"),
         (True, "not True"),
-        ("2", "not '2'"),
     ],
 )
 def test_invalid_nodes_are_refused(cluster: Inventory, nodes: int, message: str) -> None:
@@ -428,14 +342,10 @@ def test_invalid_nodes_are_refused(cluster: Inventory, nodes: int, message: str)
 @pytest.mark.parametrize(
     ("word", "expected"),
     [
-        ("node", ["node"]),
-        ("node[1-3]", ["node1", "node2", "node3"]),
         ("node[08-11]", ["node08", "node09", "node10", "node11"]),
-        ("node[0-1]", ["node0", "node1"]),
         ("node[1,3-4,2]", ["node1", "node3", "node4", "node2"]),
         ("r[1-2]n[1-2]x", ["r1n1x", "r1n2x", "r2n1x", "r2n2x"]),
         ("node[ab]", ["node[ab]"]),
-        ("[::1]:22", ["[::1]:22"]),
     ],
 )
 def test_ranges_count_and_keep_their_zeros(word: str, expected: list[str]) -> None:
@@ -470,63 +380,31 @@ def test_what_ssh_or_a_shell_could_take_for_something_else_is_not_an_address(tex
     ("text", "message", "hint"),
     [
         ("", "has no hosts", "[hosts.node1]"),
-        ("# nothing", "has no hosts", "[hosts.node1]"),
-        ("[hosts]", "has no hosts", "[hosts.node1]"),
         ("[host.a]", "unknown table [host]", "did you mean hosts?"),
-        ("[zzz]", "unknown table [zzz]", "known tables: defaults, hosts, groups"),
         ('user = "ada"', 'unknown key "user"', "move it below [defaults]"),
-        ("hosts = 1", "[hosts]: must be a table, not an integer", "[hosts] on its own line"),
-        ("[[hosts]]", "[hosts]: must be a table, not an array", "[hosts] on its own line"),
-        ("defaults = 1\n[hosts.a]", "[defaults]: must be a table, not an integer", "its own line"),
         ('[hosts]\na = "10.0.0.1"', "[hosts.a]: must be a table, not a string", "[hosts.a] on its own"),
         ("[defaults]\nprot = 1\n[hosts.a]", '[defaults]: unknown key "prot"', "did you mean port?"),
-        ("[hosts.a]\nidentiy = 'x'", '[hosts.a]: unknown key "identiy"', "did you mean identity?"),
-        ('[hosts.a]\n"\\n" = 1', '[hosts.a]: unknown key "\\n"', "known keys"),
-        ("[hosts.a]\nname = 'x'", '[hosts.a]: unknown key "name"', "known keys: address, port,"),
         ("[hosts.a.b]", '[hosts.a]: unknown key "b"', 'put it in quotes: [hosts."name.b"]'),
-        ("[hosts.'']", '[hosts.""]: not a valid host name', "letters, digits"),
-        ('[hosts."a\\nb"]', '[hosts."a\\nb"]: not a valid host name', "letters, digits"),
-        ("[hosts.'a[1-']", "[hosts.\"a[1-\"]: invalid range in 'a[1-'", "node[1-4]"),
         ("[hosts.all]", '[hosts.all]: "all" is reserved in selections', "rename the"),
         (
             '[hosts.local]\naddress = "10.0.0.1"',
             "[hosts.local] address: local is this machine, without SSH",
             "rename the host",
         ),
-        ("[hosts.none]", '[hosts.none]: "none" is reserved in selections', "rename the host"),
         ("[hosts.a2]\n[hosts.'a[1-2]']", '[hosts."a[1-2]"]: defines a2 again', "already in [hosts.a2]"),
         (
             "[hosts.'a[1-3]']\naddress = 'b[1-2]'",
             '[hosts."a[1-3]"] address: the name expands to 3 hosts, the address to 2',
             "same length",
         ),
-        (
-            "[hosts.a]\naddress = 'b[1-2]'",
-            "[hosts.a] address: the name expands to 1 host, the address to 2",
-            "same length",
-        ),
-        ("[hosts.a]\naddress = 'b[2-1]'", "[hosts.a] address: [2-1] counts down", "[1-2]"),
         ("[hosts.a]\n[groups]\na = []", "[groups] a: a host has that name: [hosts.a]", "rename the group"),
         ("[hosts.a]\n[groups]\nall = []", '[groups] all: "all" is reserved in selections', "rename the"),
-        ("[hosts.a]\n[groups]\nlocal = []", '[groups] local: "local" is reserved in selections', "rename the group"),
-        ("[hosts.a]\n[groups]\n'x y' = []", '[groups] "x y": not a valid group name', "letters, digits"),
-        ("[hosts.a]\n[groups]\n'-x' = []", "[groups] -x: not a valid group name", "letters, digits"),
         ("[hosts.a]\n[groups]\ng = 'a'", "[groups] g: expected an array, not a string", 'g = ["node1", "node[2-4]"]'),
-        ("[hosts.a]\n[groups.g]", "[groups] g: expected an array, not a table", 'g = ["node1", "node[2-4]"]'),
-        ("[hosts.a]\n[groups]\ng = [1]", "[groups] g: [0]: expected a string, not an integer", 'g = ["node1"'),
-        ("[hosts.a]\n[groups]\ng = ['a[2-1]']", "[groups] g: [2-1] counts down", "[1-2]"),
         (
             "[hosts.node1]\n[groups]\ng = ['nod1']",
             '[groups] g: no host, group or tag matches "nod1"',
             "did you mean node1?",
         ),
-        (
-            "[hosts.a]\n[groups]\ng = ['10.0.0.1']",
-            '[groups] g: no host, group or tag matches "10.0.0.1"',
-            "known names: a",
-        ),
-        ("[hosts.a]\n[groups]\ng = ['g']", "[groups] g: contains itself: g → g", "remove one of them"),
-        ("[hosts.a]\n[groups]\ng = ['all', '!g']", "[groups] g: contains itself: g → g", "remove one of them"),
         (
             "[hosts.a]\n[groups]\ng = ['h']\nh = ['a', 'i']\ni = ['g']",
             "[groups] g: contains itself: g → h → i → g",
@@ -543,59 +421,33 @@ def test_a_mistake_is_one_error_with_file_table_key_and_hint(text: str, message:
 @pytest.mark.parametrize(
     ("key", "value", "message", "hint"),
     [
-        ("address", "1", "must be a string, not an integer", "quotes"),
         ("address", '""', "must not be empty", "remove the key"),
         ("address", '"-oProxyCommand=x"', "must not start with '-': '-oProxyCommand=x'", "option"),
         ("address", '"a b"', "not a host name or IP address: 'a b'", "10.0.0.11"),
-        ("address", '"a\\tb"', "contains control characters", "newline"),
         ("address", '"a:22"', "contains a port: 'a:22'", "instead"),
         ("address", '"ada@a"', "contains a user name: 'ada@a'", "instead"),
-        ("port", '"22"', "must be an integer, not a string", "without quotes"),
         ("port", "true", "must be an integer, not a boolean", ""),
-        ("port", "22.0", "must be an integer, not a float", ""),
         ("port", "0", "must be from 1 to 65535, not 0", "22"),
-        ("port", "65536", "must be from 1 to 65535, not 65536", "22"),
-        ("user", "1", "must be a string, not an integer", "quotes"),
         ("user", '"-ada"', "must not start with '-': '-ada'", "option"),
-        ("user", '"ada lovelace"', "not a valid user name: 'ada lovelace'", "letters"),
         ("user", '"a;b"', "not a valid user name: 'a;b'", "letters"),
-        ("identity", "[]", "must be a string, not an array", "quotes"),
         ("identity", '"a\\u0000b"', "contains control characters", "newline"),
         ("jump", '"a,,b"', "not a valid jump host: ''", "user@address:port"),
         ("jump", '"-oX=y"', "must not start with '-': '-oX=y'", "option"),
         ("jump", '"a,-oX"', "not a valid jump host: '-oX'", "user@address:port"),
-        ("jump", '"a b"', "not a valid jump host: 'a b'", "user@address:port"),
         ("host_key", '"AAAA"', "not a public host key", "ssh-ed25519 AAAA…"),
-        ("host_key", f'"10.0.0.1 {KEY}"', "not a public host key", "ssh-ed25519 AAAA…"),
-        ("host_key", f'"{KEY[:-1]}"', "not a public host key", "ssh-ed25519 AAAA…"),
         ("host_key", f'"{KEY.replace("ed25519", "rsa")}"', "not a public host key", "ssh-ed25519 AAAA…"),
-        ("host_key", '"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5"', "not a public host key", "ssh-ed25519 AAAA…"),
-        ("host_key", '"ssh-ed25519 AAAA…"', "not a public host key", "ssh-ed25519 AAAA…"),
-        ("host_key", '" "', "must not be empty", "remove the key"),
-        ("python", "3.11", "must be a string, not a float", "quotes"),
         ("python", '"python3"', "not a Python version or path: 'python3'", "absolute path"),
         ("gpus", "0", "must be an array, not an integer", "[0, 1]"),
-        ("gpus", '"all"', "must be an array, not a string", '"auto"'),
-        ("gpus", "[true]", "must be an integer, not a boolean", ""),
         ("gpus", "[0, 0]", "must be distinct numbers, 0 or more", "nvidia-smi"),
-        ("gpus", "[-1]", "must be distinct numbers, 0 or more", "nvidia-smi"),
         ("slots", "0", "must be between 1 and 4,096, not 0", "!name"),
-        ("slots", "1000000", "must be between 1 and 4,096, not 1000000", "!name"),
-        ("slots", "false", "must be an integer, not a boolean", ""),
         ("cache", '"scratch"', "must be an absolute path on the host: 'scratch'", "~/"),
-        ("cache", '"~ada/scratch"', "must be an absolute path on the host: '~ada/scratch'", "~/"),
         ("workdir", '"~ada"', "must be an absolute path on the host: '~ada'", "~/"),
         ("transport", '"tcp"', "unknown transport: 'tcp'", "one of auto, openssh, fabric, local"),
         ("interface", '"eth 0"', "not a network interface: 'eth 0'", "ip link"),
-        ("tags", '"a100"', "must be an array, not a string", 'tags = ["a100"]'),
-        ("tags", "[1]", "must be a string, not an integer", "quotes"),
         ("tags", '["a,b"]', "invalid tag: 'a,b'", "letters"),
-        ("env", "[]", "must be a table, not an array", "OMP_NUM_THREADS"),
         ("env", "{ A = 8 }", "A must be a string, not an integer", "quotes"),
         ("env", '{ "A=B" = "x" }', "invalid variable name: 'A=B'", "letters"),
-        ("env", '{ "" = "x" }', "invalid variable name: ''", "letters"),
         ("env", '{ A = "\\u0000" }', "A contains a NUL character", "do not accept"),
-        ("env", "{ A = 1979-05-27 }", "A must be a string, not a date", "quotes"),
     ],
 )
 def test_an_invalid_value_names_its_key(key: str, value: str, message: str, hint: str) -> None:
@@ -624,36 +476,31 @@ def test_what_is_not_toml_is_reported_with_its_line(text: str) -> None:
     assert error.hint
 
 
-def test_a_document_of_brackets_only_is_not_toml() -> None:
-    assert mistake(f"a = {'[' * 100_000}").message.startswith("inv.toml: not valid TOML: ")
+def test_all_mistakes_are_reported_at_once_the_count_first_each_on_its_line() -> None:
+    error = mistake("""
+        [defaults]
+        slots = 0
+        [hosts.a]
+        prot = 22
+        port = "22"
+        [hosts.b]
+        [groups]
+        g = ["c"]
+        h = ["h"]
+        """)
+    assert str(error).splitlines() == [
+        "inv.toml: 5 mistakes",
+        "  inv.toml:3: [defaults] slots: must be between 1 and 4,096, not 0"
+        " (exclude a host from a selection with !name)",
+        '  inv.toml:5: [hosts.a]: unknown key "prot" (did you mean port?)',
+        "  inv.toml:6: [hosts.a] port: must be an integer, not a string (write it without quotes)",
+        "  inv.toml:10: [groups] h: contains itself: h → h (remove one of them)",
+        '  inv.toml:9: [groups] g: no host, group or tag matches "c" (known names: a, b, g, h, all and 1 more)',
+    ]
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "No such file or directory"),
-        ("folder", "Is a directory"),
-        (b"\xff\xfe[", "not a text file"),
-        (b"", "has no hosts"),
-    ],
-)
-def test_a_file_without_an_inventory_is_named(tmp_path: Path, content: bytes | str | None, message: str) -> None:
-    path = tmp_path / "inv.toml"
-    if content == "folder":
-        path.mkdir()
-    elif isinstance(content, bytes):
-        path.write_bytes(content)
-    with pytest.raises(InventoryError) as caught:
-        Inventory.of(path)
-    assert str(path) in caught.value.message
-    assert message in caught.value.message
-    assert caught.value.hint
-    assert caught.value.exit_code == 2
-
-
-def test_an_invalid_path_is_an_inventory_error() -> None:
-    with pytest.raises(InventoryError):
-        Inventory.of("a\0b")
+def test_a_host_with_a_mistake_is_not_also_missing_from_its_group() -> None:
+    assert "mistakes" not in mistake('[hosts.a]\nport = 0\n[groups]\ng = ["a"]').message
 
 
 # Host
@@ -693,13 +540,6 @@ def test_a_host_is_a_value() -> None:
         host.name = "b"  # type: ignore[misc]
 
 
-def test_a_host_does_not_change_with_the_dictionary_it_was_made_from() -> None:
-    env = {"A": "1"}
-    host = Host(name="a", env=env)
-    env["A"] = "2"
-    assert host.env == {"A": "1"}
-
-
 @pytest.mark.parametrize(
     ("host", "login"),
     [
@@ -711,10 +551,6 @@ def test_a_host_does_not_change_with_the_dictionary_it_was_made_from() -> None:
 )
 def test_login_is_what_ssh_takes_for_a_jump(host: Host, login: str) -> None:
     assert host.login == login
-
-
-def test_an_identity_of_an_unknown_home_stays_as_it_is() -> None:
-    assert Host(name="a", identity="~no-such-user/key").identity == "~no-such-user/key"
 
 
 # Jumps
@@ -755,11 +591,6 @@ def test_a_circle_of_jumps_made_in_python_ends_in_an_error() -> None:
     a, b = Host(name="a", jump="b"), Host(name="b", jump="a")
     with pytest.raises(InventoryError, match="loop: a → b → a\n"):
         Inventory(hosts={"a": a, "b": b}).jump_chain(a)
-
-
-def test_a_group_of_strangers_made_in_python_is_refused() -> None:
-    with pytest.raises(UsageError, match="group g contains unknown hosts: b"):
-        Inventory(hosts={"a": Host(name="a")}, groups={"g": ("a", "b")})
 
 
 # Whatever people type (tests/fuzz has more)

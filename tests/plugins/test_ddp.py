@@ -42,7 +42,6 @@ def gradients(share: bool) -> Any:
 
 
 def group() -> tuple[int, int, str, int]:
-    import os
 
     import torch.distributed as dist
 
@@ -60,7 +59,7 @@ def pool(lab: Lab, hosts_of: Hosts) -> Iterator[sky.Compute]:
 
 @pytest.mark.parametrize(
     ("hosts", "ranks"),
-    [(2, 1), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, 2), (2, 2), (4, 1)))],
+    [(2, 1), pytest.param(2, 2, marks=pytest.mark.soak)],
 )
 @pytest.mark.slow
 def test_the_gradients_are_those_of_one_process(lab: Lab, hosts_of: Hosts, hosts: int, ranks: int) -> None:
@@ -124,18 +123,3 @@ def test_a_rank_that_sleeps_for_ever_in_a_collective_is_stopped_by_its_timeout(p
         sky.function(timeout=1.0)(apart)() @ pool
     assert any(isinstance(error, sky.CallTimeout) for error in raised.value.exceptions)
     assert len(sky.function(group)() @ pool) == 2
-
-
-@pytest.mark.slow
-def test_a_rank_that_is_killed_ends_the_gang(pool: sky.Compute) -> None:
-    def wait() -> None:
-        import torch
-        import torch.distributed as dist
-
-        if dist.get_rank() == 1:
-            os.kill(os.getpid(), 9)
-        dist.all_reduce(torch.ones(1))
-
-    with pytest.raises(sky.BroadcastError) as raised:
-        sky.function(wait)() @ pool
-    assert any(isinstance(error, sky.WorkerDied) for error in raised.value.exceptions)

@@ -102,9 +102,8 @@ FAILED = "a rank on this host failed"
         (["a", "same", "a"], [0, 0, 2], SILENT),
         (["ab", "same", "ab+c"], [0, 0, 1], JOINS),
         (["ab", "abc", "ab"], [0, 0, 0], FAILED),
-        (["a.", "a."], [0, 0], FAILED),
     ],
-    ids=["all take part", "two are silent", "one restarts its ranks", "one was missing for a moment", "all is done"],
+    ids=["all take part", "two are silent", "one restarts its ranks", "one was missing for a moment"],
 )
 def test_an_attempt_that_ended_says_why(
     monkeypatch: pytest.MonkeyPatch,
@@ -137,10 +136,7 @@ def test_an_attempt_that_ended_says_why(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("victim", "how"),
-    [(0, "kill"), *(pytest.param(*case, marks=pytest.mark.soak) for case in ((1, "cut"), (2, "kill")))],
-)
+@pytest.mark.parametrize(("victim", "how"), [(0, "kill"), pytest.param(1, "cut", marks=pytest.mark.soak)])
 def test_a_host_that_dies_is_left_out(namespaces: Lab, victim: int, how: str) -> None:
     """Training goes on from the checkpoint with those that remain, the head or not, silently gone or not."""
     with Lab.start(3, kind="namespace", python=sys.executable) as lab:
@@ -223,9 +219,3 @@ def test_the_rendezvous_listens_at_the_heads_address_alone() -> None:
             found = listeners(port) >> pool
             assert future.result(170)
             assert found <= {"0100007F"}
-
-
-@pytest.mark.parametrize("given", [{"elastic": (0, 2)}, {"elastic": (3, 2)}, {"elastic": (1, 2), "max_restarts": -1}])
-def test_what_cannot_be_is_refused(given: dict[str, Any]) -> None:
-    with pytest.raises(sky.UsageError, match=r"invalid torch\(elastic="):
-        sky.plugins.torch(**given)

@@ -66,25 +66,7 @@ def accelerator() -> tuple[int, int, str, float]:
     return found.num_processes, found.process_index, str(found.mixed_precision), everyones.item()
 
 
-@sky.function
-def training_arguments(folder: str) -> tuple[int, int]:
-    from transformers import TrainingArguments
-
-    arguments = TrainingArguments(folder)
-    return arguments.world_size, arguments.process_index
-
-
 # ---- jax
-
-
-@needs("jax")
-@pytest.mark.slow
-def test_jax_is_one_runtime_over_all_ranks(open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool(ranks=2, plugins=[sky.plugins.jax()])
-    expected = [(0, 2, 2, [1.0, 2.0]), (1, 2, 2, [1.0, 2.0])]
-    assert devices() @ pool == expected
-    assert devices() @ pool == expected
-    assert processes() >> pool == 1
 
 
 @pytest.fixture
@@ -101,14 +83,15 @@ def misled(namespaces: Lab) -> Iterator[None]:
 
 @needs("jax")
 @pytest.mark.lab
-@pytest.mark.parametrize(("hosts", "ranks"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.soak)])
 @pytest.mark.slow
-def test_jax_needs_no_names_of_hosts(
-    misled: None, open_pool: Callable[..., sky.Compute], hosts: int, ranks: int
+def test_jax_is_one_runtime_over_all_ranks_and_needs_no_names_of_hosts(
+    misled: None, open_pool: Callable[..., sky.Compute]
 ) -> None:
     """The collectives take the interface that leads to the others: one host's CPU really adds to the other's."""
-    pool = open_pool("openssh", hosts, ranks=ranks, plugins=[sky.plugins.jax()])
-    assert devices() @ pool == [(0, 2, 2, [1.0, 2.0]), (1, 2, 2, [1.0, 2.0])]
+    pool = open_pool("openssh", 2, ranks=1, plugins=[sky.plugins.jax()])
+    for _ in range(2):
+        assert devices() @ pool == [(0, 2, 2, [1.0, 2.0]), (1, 2, 2, [1.0, 2.0])]
+    assert processes() >> pool == 1
 
 
 @needs("jax")
@@ -150,12 +133,6 @@ def uneven() -> None:
 # ---- keras
 
 
-def test_keras_finds_its_backend_in_the_environment(open_pool: Callable[..., sky.Compute]) -> None:
-    """Also where the pool's own variables say another."""
-    pool = open_pool(plugins=[sky.plugins.keras(backend="jax")], env={"KERAS_BACKEND": "theano"})
-    assert environment("KERAS_BACKEND") >> pool == {"KERAS_BACKEND": "jax"}
-
-
 @needs("keras", "torch")
 @pytest.mark.slow
 def test_keras_runs_on_its_backend(open_pool: Callable[..., sky.Compute]) -> None:
@@ -189,19 +166,6 @@ def commands_with(secret: str) -> list[str]:
         except OSError:
             pass  # it has ended, or is somebody else's
     return found
-
-
-def test_without_a_token_the_environment_is_left_alone(open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool(plugins=[sky.plugins.huggingface()], env={"HF_TOKEN": "hf_mine"})
-    assert environment("HF_TOKEN") >> pool == {"HF_TOKEN": "hf_mine"}
-
-
-@needs("transformers", "accelerate", "torch")
-@pytest.mark.soak  # the example does so by default
-def test_the_trainer_joins_the_process_group(open_pool: Callable[..., sky.Compute], tmp_path: Any) -> None:
-    """Without a GPU too, in whichever order the plugins are."""
-    pool = open_pool(ranks=2, plugins=[sky.plugins.huggingface(), sky.plugins.torch()])
-    assert training_arguments(str(tmp_path)) @ pool == [(2, 0), (2, 1)]
 
 
 # ---- accelerate

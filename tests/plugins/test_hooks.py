@@ -47,16 +47,6 @@ class Diary(sky.plugins.Plugin):
         SAID.append(f"{self.name} closes {len(compute.hosts)}")
 
 
-class Strict(sky.plugins.Plugin):
-    """Refuses one rank's calls."""
-
-    @contextmanager
-    def around_call(self, info: sky.InstanceInfo) -> Iterator[None]:
-        if info.rank == 1:
-            raise PermissionError("not you")
-        yield
-
-
 @sky.function
 def said() -> list[str]:
     return SAID.copy()
@@ -89,23 +79,12 @@ def test_hooks_are_entered_in_order_and_left_in_reverse(open_pool: Callable[...,
         assert said() @ pool == [[line.format(rank) for line in told] for rank in range(2)]
 
 
-def test_a_solo_call_is_its_own_world(open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool(ranks=2, plugins=[Diary("a")])
-    assert said() >> pool == ["a process 0/1", "a before 0"]
-
-
 def test_hooks_are_left_when_the_function_fails(open_pool: Callable[..., sky.Compute]) -> None:
     """The exception passes through them, so this plugin's last line is not written; the next call is surrounded."""
     pool = open_pool(plugins=[Diary("a")])
     with pytest.raises(KeyError, match="mine"):
         fail() >> pool
     assert said() >> pool == ["a process 0/1", "a before 0", "a before 0"]
-
-
-def test_two_functions_share_a_process_and_its_hooks(open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool(plugins=[Diary("a")])
-    assert variable("HOME") >> pool
-    assert said() >> pool == ["a process 0/1", "a before 0", "a after 0", "a before 0"]
 
 
 def test_the_client_is_surrounded_while_the_pool_is_open() -> None:
@@ -117,15 +96,6 @@ def test_the_client_is_surrounded_while_the_pool_is_open() -> None:
 def test_each_host_gets_the_image_that_the_plugins_want_there(open_pool: Callable[..., sky.Compute]) -> None:
     pool = open_pool(count=2, plugins=[Diary("a"), Diary("b")])
     assert variable("DIARY") @ pool == ["a@here1 b@here1 ", "a@here2 b@here2 "]
-
-
-def test_what_a_hook_raises_is_the_calls(open_pool: Callable[..., sky.Compute]) -> None:
-    pool = open_pool(ranks=2, plugins=[Strict()])
-    with pytest.raises(sky.BroadcastError) as caught:
-        said() @ pool
-    (error,) = caught.value.exceptions
-    assert isinstance(error, PermissionError)
-    assert caught.value.results[0] == []
 
 
 def test_the_example_in_the_docs_runs_and_prints_what_it_says(tmp_path: Path) -> None:

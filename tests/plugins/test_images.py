@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import pickle
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -81,10 +79,6 @@ def test_nothing_is_added_twice(plugin: sky.plugins.Plugin) -> None:
     assert plugin.transform(once, HOST) == once
 
 
-def test_a_plugin_travels(plugin: sky.plugins.Plugin) -> None:
-    assert pickle.loads(pickle.dumps(plugin)) == plugin
-
-
 def test_plugins_go_together_in_any_order(installed: dict[str, str]) -> None:
     """Keras asks for the torch that torch's own plugin would, so that the first to ask asks for the right one."""
     one = two = sky.Image()
@@ -106,17 +100,10 @@ def test_plugins_load_with_the_standard_library_alone() -> None:
     assert subprocess.run(program, capture_output=True, text=True, check=True).stdout.split() == []
 
 
-def test_a_module_does_not_hide_its_function() -> None:
-    for name in PLUGINS:
-        importlib.import_module(f"skyfab.plugins.{name}")
-        assert callable(getattr(sky.plugins, name))
-
-
 @pytest.mark.parametrize(
     ("plugins", "words"),
     [
         ([sky.plugins.jax(), sky.plugins.torch()], "plugins.jax and plugins.torch"),
-        ([sky.plugins.torch(), sky.plugins.huggingface(), sky.plugins.jax()], "plugins.torch and plugins.jax"),
         ([sky.plugins.torch(), sky.plugins.torch(cuda="cpu")], "plugins.torch and plugins.torch"),
         ([sky.plugins.keras("jax"), sky.plugins.keras("torch")], "plugins.keras and plugins.keras"),
     ],
@@ -127,11 +114,6 @@ def test_plugins_that_cannot_be_in_one_pool_are_refused_before_any_host_is_reach
     with pytest.raises(sky.UsageError, match=f"{words} do not work in one pool") as raised:
         sky.Compute("local", plugins=plugins)
     assert "a pool for each" in str(raised.value.hint)
-
-
-def test_plugins_that_can_be_in_one_pool_are_not_refused() -> None:
-    sky.Compute("local", plugins=[sky.plugins.jax(), sky.plugins.keras("jax"), sky.plugins.Plugin()])
-    sky.Compute("local", plugins=[plugin for name, plugin in PLUGINS.items() if name != "jax"])
 
 
 # ---- torch
@@ -148,22 +130,12 @@ def test_torch_is_the_one_that_is_installed_here_or_any(installed: dict[str, str
     [
         ("2.9.1", "torchvision==0.24.*", "torchaudio==2.9.*"),
         ("2.13.0", "torchvision==0.28.*", "torchaudio"),
-        (">=2.9", "torchvision", "torchaudio"),
         ("latest", "torchvision", "torchaudio"),
     ],
 )
 def test_vision_and_audio_belong_to_torch(torch: str, vision: str, audio: str) -> None:
-    wanted = "torch" if torch == "latest" else f"torch{torch if torch[0] == '>' else f'=={torch}'}"
+    wanted = "torch" if torch == "latest" else f"torch=={torch}"
     assert pip(sky.plugins.torch(version=torch, vision=True, audio=True)) == (wanted, "numpy", vision, audio)
-
-
-def test_vision_and_audio_can_be_said() -> None:
-    plugin = sky.plugins.torch(version="2.9.1", vision="0.24.1", audio="latest")
-    assert pip(plugin) == ("torch==2.9.1", "numpy", "torchvision==0.24.1", "torchaudio")
-
-
-def test_what_the_image_says_of_torch_stands(installed: dict[str, str]) -> None:
-    assert pip(sky.plugins.torch(vision=True), "Torch >=2.6", "NumPy") == ("Torch >=2.6", "NumPy", "torchvision")
 
 
 @pytest.mark.parametrize("build", ["cpu", "cu128"])
@@ -180,18 +152,7 @@ def test_an_index_of_the_users_is_torchs_only_one() -> None:
     assert sky.plugins.torch(cuda="cpu").transform(image, HOST).pip_indexes == (own,)
 
 
-def test_a_build_that_cannot_be_is_said_at_once() -> None:
-    with pytest.raises(sky.UsageError, match=r"12\.8"):
-        sky.plugins.torch(cuda="12.8")
-
-
 # ---- the others
-
-
-def test_jax_comes_in_the_build_that_was_asked_for() -> None:
-    assert pip(sky.plugins.jax()) == ("jax",)
-    assert pip(sky.plugins.jax(extra="cuda12")) == ("jax[cuda12]",)
-    assert pip(sky.plugins.jax(), "jax[cuda13]") == ("jax[cuda13]",)
 
 
 def test_dask_is_the_one_that_is_installed_here_with_what_it_uses_here(installed: dict[str, str]) -> None:
@@ -213,12 +174,6 @@ def test_ray_is_that_of_this_machine_or_a_named_one(installed: dict[str, str]) -
 def test_keras_brings_its_backend_and_torch_as_the_torch_plugin_would(installed: dict[str, str]) -> None:
     assert pip(sky.plugins.keras(backend="jax")) == ("keras", "jax")
     assert pip(sky.plugins.keras()) == ("keras", "torch==2.13.0", "numpy")
-
-
-def test_keras_knows_its_backends() -> None:
-    with pytest.raises(sky.UsageError, match="theano") as caught:
-        sky.plugins.keras(backend="theano")  # type: ignore[arg-type]
-    assert "tensorflow" in str(caught.value.hint)
 
 
 def test_huggingface_brings_its_libraries_and_hides_its_token() -> None:
@@ -244,12 +199,10 @@ def test_torch_and_huggingface_give_a_trainer_that_works(first: str, installed: 
     [
         ({"mixed_precision": "bf16", "use_cpu": True}, {"MIXED_PRECISION": "bf16", "USE_CPU": "true"}),
         ({"debug": False, "enable_cpu_affinity": True}, {"DEBUG_MODE": "false", "CPU_AFFINITY": "true"}),
-        ({"dynamo_backend": "inductor"}, {"DYNAMO_BACKEND": "inductor"}),
         (
             {"dynamo_config": {"dynamo_mode": "default", "use_dynamic": True}},
             {"DYNAMO_MODE": "default", "DYNAMO_USE_DYNAMIC": "true"},
         ),
-        ({"gradient_accumulation_steps": 4}, {"GRADIENT_ACCUMULATION_STEPS": "4"}),
         (
             {"deepspeed_config": {"zero_stage": 3, "zero3_init_flag": True, "gradient_clipping": 1.0}},
             {
@@ -259,13 +212,8 @@ def test_torch_and_huggingface_give_a_trainer_that_works(first: str, installed: 
                 "GRADIENT_CLIPPING": "1.0",
             },
         ),
-        (
-            {"deepspeed_config": {"deepspeed_config_file": "ds.json"}},
-            {"USE_DEEPSPEED": "true", "DEEPSPEED_CONFIG_FILE": "ds.json"},
-        ),
         ({"fp8_config": {"fp8_format": "E4M3", "backend": "TE"}}, {"FP8_FORMAT": "E4M3", "FP8_BACKEND": "TE"}),
         ({"num_processes": 8, "main_process_ip": "10.0.0.1", "distributed_type": "NO", "downcast_bf16": None}, {}),
-        ({"fsdp_config": {}}, {}),
     ],
 )
 def test_accelerates_configuration_is_what_its_launcher_would_set(config: Any, found: dict[str, str]) -> None:

@@ -88,7 +88,3 @@ def test_what_it_has_seen_of_a_server(reply: object) -> None:
     status, why, _, body = cache(reply).page("https://hub", "", 100)
     assert (status, body) == (0, b"")
     assert "invalid reply to page" in why
-
-
-def test_more_of_a_page_than_was_wanted_is_cut() -> None:
-    assert cache([200, "", 5, b"x" * 99]).page("https://hub", "", 10)[3] == b"x" * 10

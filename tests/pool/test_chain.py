@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -52,21 +50,3 @@ def test_an_error_is_raised_for_all_that_ask_for_further_ones() -> None:
             hashes.some(1, 2)
         assert hashes.some(0, 1) == one(0)
     assert isinstance(hashes.error, sky.UsageError)
-
-
-def test_threads_that_need_the_same_ones() -> None:
-    def source() -> Iterator[bytes]:
-        for number in range(200):
-            time.sleep(0.0005)
-            yield one(number)
-
-    hashes, found = Hashes(source()), list[bytes]()
-    threads = [
-        threading.Thread(target=lambda: found.append(b"".join(hashes.some(n, n + 1) for n in range(200))))
-        for _ in range(8)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == [b"".join(map(one, range(200)))] * 8

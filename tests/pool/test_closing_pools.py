@@ -27,11 +27,9 @@ def stay_at(path: str) -> None:
 
 WAYS: dict[str, Callable[[sky.Compute, str], Any]] = {
     "run": lambda pool, path: stay(path) >> pool,
-    "submit": lambda pool, path: (stay(path) > pool).result(),
     "retries": lambda pool, path: sky.function(retries=3)(stay_at)(path) >> pool,
     "broadcast": lambda pool, path: stay(path) @ pool,
     "map": lambda pool, path: pool.map(stay_at, [path]),
-    "gather": lambda pool, path: sky.gather(stay(path)) >> pool,
 }
 
 
@@ -47,15 +45,6 @@ def test_calls_that_run_when_the_pool_closes_are_cancelled(
         with pytest.raises(sky.CallCancelled, match="the pool was closed") as raised:
             call.result(60)
     assert raised.value.host in ("here1", "here2")
-
-
-def test_what_a_rank_raises_itself_is_an_error_of_the_broadcast(open_pool: Callable[..., sky.Compute]) -> None:
-    @sky.function
-    def cancelled() -> None:
-        raise sky.CallCancelled("in a pool of its own")
-
-    with pytest.raises(sky.BroadcastError, match="failed on 2 of 2 ranks"):
-        cancelled() @ open_pool(count=2)
 
 
 def test_a_call_of_an_actor_says_that_the_pool_has_ended_it(open_pool: Callable[..., sky.Compute]) -> None:

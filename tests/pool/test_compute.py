@@ -95,13 +95,6 @@ def test_ctrl_c_at_the_end_of_opening_leaves_nothing_open(host: sky.Host, monkey
     assert node.session.has_ended
 
 
-def test_a_pool_shows_the_names_of_eight_hosts() -> None:
-    hosts = [sky.Host(name=f"node{number}") for number in range(9)]
-    eight = ", ".join(f"node{number}" for number in range(8))
-    assert repr(sky.Compute(hosts[:8], ui="none")) == f"<Compute {eight}: not open>"
-    assert repr(sky.Compute(hosts, ui="none")) == f"<Compute {eight}, …: not open>"
-
-
 def test_a_pool_over_connections_that_are_there(host: sky.Host) -> None:
     pool = sky.Compute([host], ui="none")
     with Asker([host], pool.inventory) as asker:
@@ -112,14 +105,6 @@ def test_a_pool_over_connections_that_are_there(host: sky.Host) -> None:
             assert asker.take(host) is None, "the pool has it"
     with pool:
         assert double(3) >> pool == 6, "the next time over new ones"
-
-
-@pytest.mark.parametrize(
-    "options", [{"slots": 2}, {"slots": 1}, {"ranks": 2}, {"timeout": 60}, {"env": {"A": "1"}}, {"image": sky.Image()}]
-)
-def test_options(host: sky.Host, options: dict[str, object]) -> None:
-    with sky.Compute([host], ui="none", **options) as pool:  # type: ignore[arg-type]
-        assert double(2) >> pool == 4
 
 
 def test_the_hosts_of_a_provider_go_with_the_pool(host: sky.Host) -> None:
@@ -139,28 +124,3 @@ def test_the_hosts_of_a_provider_go_with_the_pool(host: sky.Host) -> None:
             with pytest.raises(sky.UsageError, match="not a call"):
                 use()
     assert calls == ["start", "stop"]
-
-
-def test_a_worker_that_always_has_calls_forgets_functions(host: sky.Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyfab.pool.node._FUNCTIONS", 4)
-
-    def made(number: int) -> sky.Function[[], int]:
-        return sky.function(lambda: number)
-
-    @sky.function
-    def kept() -> int:
-        return len(vars(sky.context.client)["_functions"])
-
-    with sky.Compute([host], ui="none") as pool:
-        futures = [made(number)() > pool for number in range(300)]
-        assert [future.result() for future in futures] == list(range(300))
-        assert kept() >> pool < 150
-
-
-def test_mirrors_that_have_ended_are_forgotten(host: sky.Host, tmp_path: Path) -> None:
-    with sky.Compute([host], ui="none", workdir="temp") as pool:
-        pool.mirror("ckpt", to=tmp_path / "first").stop()
-        second = pool.mirror("ckpt", to=tmp_path / "second")
-        assert pool._mirrors == {second}
-    assert second.is_stopped
-    assert not pool._mirrors

@@ -12,8 +12,6 @@ from stage.fakes import EndsTheProgram, result
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.pool.broadcast import Broadcast, Gang
-from skyfab.pool.detach import Detacher
 from skyfab.pool.node import Node
 
 
@@ -37,18 +35,6 @@ def wait_for(path: str) -> int:
     while not Path(path).exists() and time.monotonic() < deadline:
         time.sleep(0.02)
     return sky.instance_info().rank if Path(path).exists() else -1
-
-
-def test_a_run_on_all_hosts(pool: sky.Compute, tmp_path: Path) -> None:
-    run = pool.launch(wait_for(str(tmp_path / "go")))
-    assert [part.about.ranks for part in run.parts] == [(0,), (1,)]
-    assert [part.about.hosts for part in run.parts] == [("here1", "here2")] * 2
-    assert {(part.about.name, part.about.function, part.about.world, part.about.on) for part in run.parts} == {
-        ("wait_for", "wait_for", 2, "all")
-    }
-    pool.close()
-    (tmp_path / "go").touch()
-    assert run.result(60) == [0, 1]
 
 
 def test_a_run_on_one_host_is_launched_before_it_has_ended(pool: sky.Compute, tmp_path: Path) -> None:
@@ -104,24 +90,6 @@ def test_a_broadcast_that_has_failed_cannot_be_detached(pool: sky.Compute, tmp_p
     assert isinstance(caught.value.exceptions[0], KeyError)
 
 
-def test_an_error_that_arrives_while_a_broadcast_is_detached_ends_the_run(
-    pool: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def describe(self: Detacher, gang: Gang) -> None:
-        until(lambda: pool._broadcasts._active._failures)
-        monkeypatch.undo()
-        self._describe_gang(gang)
-
-    pool.submit(second_fails(str(tmp_path / "go")), on="all")
-    monkeypatch.setattr(Broadcast, "has_failed", False)
-    monkeypatch.setattr(Detacher, "_describe_gang", describe)
-    run = pool.detach()
-    (tmp_path / "go").touch()
-    with pytest.raises(sky.BroadcastError) as caught:
-        run.result(60)
-    assert isinstance(caught.value.exceptions[-1], KeyError), caught.value.exceptions
-
-
 def test_hosts_of_a_run_cannot_share_a_cache(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     hosts = [sky.Host(name=name, transport="local", cache=str(home / "cache")) for name in ("here1", "here2")]
@@ -132,18 +100,6 @@ def test_hosts_of_a_run_cannot_share_a_cache(home: Path, tmp_path: Path, monkeyp
         compute.launch(wait_for("/"))
     assert "cache" in str(caught.value.hint)
     assert not list((home / "cache" / "runs").iterdir()), "the part of the first host is removed"
-
-
-def test_a_run_that_cannot_be_sent_is_an_error(pool: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
-    def call(node: Node, *_: object, **__: object) -> int:
-        raise sky.HostLost("gone", host=node.name)
-
-    monkeypatch.setattr(Node, "call", call)
-    with pytest.raises(sky.BroadcastError) as caught:
-        pool.launch(wait_for("/"))
-    assert [str(error) for error in caught.value.exceptions] == ["here1: gone", "here2: gone"]
-    with pytest.raises(sky.HostLost, match="here1: gone"):
-        pool.launch(wait_for("/"), on="here1")
 
 
 def test_a_run_of_a_wary_pool_unpickles_nothing_that_a_host_sends_at_once(

@@ -119,22 +119,3 @@ def begin(content: bytes) -> None:
 
     Path("rest").mkdir()
     Path("rest", part_of(b"large").decode()).write_bytes(content)
-
-
-def test_newer_files_of_a_host_stay(lab: Lab, pool: sky.Compute, here: Path) -> None:
-    write(here / "newer/model", 6 * MIB)
-    pool.files.lay_out(here, pool.hosts)
-
-    @sky.function
-    def change() -> None:
-        Path("newer/model").write_bytes(b"newer")
-
-    pool.submit(change(), on="node2").result()
-    write(here / "newer/model", 6 * MIB + 1)
-    os.utime(here / "newer/model", (1_700_000_000, 1_700_000_000))
-    _, reports = pool.files.lay_out(here, pool.hosts)
-    assert [one.skipped for one in reports] == [[], [("newer/model", "newer on the host: kept")], [], []]
-    kept = pool.submit(sky.function(Path.read_bytes)(Path("newer/model")), on="node2").result()
-    assert kept == b"newer"
-    found = state("newer") @ pool
-    assert [found[place] == listed("newer") for place in range(4)] == [True, False, True, True]

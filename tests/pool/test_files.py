@@ -6,7 +6,7 @@ import errno
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,14 +16,13 @@ import pytest
 import skyfab as sky
 from skyfab.calls.project import with_local_paths
 from skyfab.errors import ProtocolError
-from skyfab.files.source import SMALL
 from skyfab.host.ask import files as host_files
 from skyfab.pool.file_worker import Answer, Remote
-from skyfab.pool.files import Files, local_path
+from skyfab.pool.files import Files
 from skyfab.pool.node import WorkerSpec
 from skyfab.pool.relay import Relay
 from skyfab.protocol import codec, messages
-from skyfab.ui.events import Event, Events, Moved, Notice, Step
+from skyfab.ui.events import Event, Events, Step
 
 SPEC = WorkerSpec(tree="", env={}, info={})
 
@@ -125,27 +124,18 @@ def tree(folder: Path) -> dict[str, str]:
     return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if not path.is_dir()}
 
 
-def notices(events: list[Event]) -> list[tuple[str | None, str]]:
-    return [(event.host, event.text) for event in events if isinstance(event, Notice)]
-
-
 # ---- to hosts
 
 
-@pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize(
-    ("path", "to", "found"),
+    ("count", "path", "to", "found"),
     [
-        ("d", None, {"d/a.txt": "a", "d/e/b": "b"}),
-        ("d/e/b", None, {"d/e/b": "b"}),
-        ("../outside", None, {"outside/c": "c"}),
-        ("d", "x/y", {"x/y/a.txt": "a", "x/y/e/b": "b"}),
-        ("d", "x/", {"x/d/a.txt": "a", "x/d/e/b": "b"}),
-        ("d/a.txt", "z", {"z": "a"}),
-        ("d/a.txt", "x/", {"x/a.txt": "a"}),
-        ("d/e/..", "x/", {"x/d/a.txt": "a", "x/d/e/b": "b"}),
-        ("../outside/f/..", None, {"outside/c": "c"}),
-        ("../link/d/e/b", None, {"d/e/b": "b"}),
+        (2, "d", None, {"d/a.txt": "a", "d/e/b": "b"}),
+        (2, "../outside/f/..", None, {"outside/c": "c"}),
+        (1, "d", "x/y", {"x/y/a.txt": "a", "x/y/e/b": "b"}),
+        (1, "d/e/..", "x/", {"x/d/a.txt": "a", "x/d/e/b": "b"}),
+        (1, "d/a.txt", "z", {"z": "a"}),
+        (1, "../link/d/e/b", None, {"d/e/b": "b"}),
     ],
 )
 def test_uploads(
@@ -178,31 +168,6 @@ def test_a_new_folder_has_the_mode_and_time_of_the_one_here(files: Files, here: 
     assert old.stat().st_mode & 0o777 == 0o755
 
 
-def test_a_path_that_exists_is_used_literally(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HOME", "/home/ada")
-    assert local_path("~/x") == Path("/home/ada/x")
-    fill(here, **{"~__x": "x"})
-    assert local_path("~/x") == Path("~/x")
-
-
-def test_what_is_left_out_is_said_for_each_host(
-    files: Files, here: Path, nodes: list[Any], events: list[Event]
-) -> None:
-    (here / "d").mkdir()
-    for number in range(23):
-        os.mkfifo(here / "d" / f"{number:02}")
-    files.upload("d", None, nodes)
-    for node in nodes:
-        texts = [text for host, text in notices(events) if host == node.name]
-        assert texts[:20] == [f"skipped {number:02}: neither a file nor a folder" for number in range(20)]
-        assert texts[20:] == ["skipped 3 more"]
-    events.clear()
-    for number in range(3):
-        (here / "d" / f"{number:02}").unlink()
-    files.upload("d", None, nodes[:1])
-    assert len(notices(events)) == 20
-
-
 def test_a_project_is_laid_out(files: Files, here: Path, nodes: list[Any]) -> None:
     fill(here, train_py="new", data="x", n1__fetched="y", _gitignore="data\n", sub__n1="z")
     fill(nodes[0].folder, train_py="newer")
@@ -218,14 +183,6 @@ def test_a_project_is_laid_out(files: Files, here: Path, nodes: list[Any]) -> No
     place, reports = files.lay_out(here, nodes, ignored=True)
     assert [report.host for report in reports] == ["n2"]
     assert tree(nodes[1].folder) == {"train.py": "new", "data": "x", **kept}
-
-
-def test_a_folder_of_the_project_is_laid_out_at_its_place(files: Files, here: Path, nodes: list[Any]) -> None:
-    fill(here, sub__a="a")
-    fill(here.parent, other__b="b")
-    assert files.lay_out(here / "sub", nodes[:1])[0] == "sub"
-    assert files.lay_out(here.parent / "other", nodes[:1])[0] == "."
-    assert tree(nodes[0].folder) == {"sub/a": "a", "b": "b"}
 
 
 # ---- from hosts
@@ -274,31 +231,6 @@ def test_a_download_is_repeated_without_another_result(files: Files, here: Path,
     assert tree(here) == {"out": newer, f"{older}/out": older}
 
 
-def test_hosts_send_and_receive_at_the_same_time(files: Files, here: Path, nodes: list[Any]) -> None:
-    """Each request waits for that to the other host."""
-    fill(here, d__a="a")
-    for node in nodes:
-        fill(node.folder, ckpt__only="x" * 2_000_000, ckpt__small=node.name)
-    for request, action in (
-        ("store", lambda: files.upload("d", None, nodes)),
-        ("pack", lambda: files.download(["ckpt"], "back", nodes, apart=True)),
-        ("digest", lambda: files.download(["ckpt"], "again", nodes, apart=True)),
-    ):
-        meeting = threading.Barrier(2, timeout=60)
-        for node in nodes:
-            node.says = {request: meeting.wait}
-        action()
-    assert len(tree(here / "back")) == 4
-
-
-def test_a_download_of_which_every_host_has_all(files: Files, here: Path, nodes: list[Any]) -> None:
-    for node in nodes:
-        fill(node.folder, log=node.name)
-    reports = files.download(["log"], "got", nodes, apart=True)
-    assert tree(here) == {"got/n1/log": "n1", "got/n2/log": "n2"}
-    assert [report.folder for report in reports] == ["got/n1", "got/n2"]
-
-
 def test_a_folder_that_is_named_as_a_host_is_not_mixed_with_that_of_the_host(
     files: Files, here: Path, nodes: list[Any]
 ) -> None:
@@ -308,60 +240,7 @@ def test_a_folder_that_is_named_as_a_host_is_not_mixed_with_that_of_the_host(
     assert tree(here) == {"b": "b", "n1/n2/a": "a"}
 
 
-def test_nothing_matches(files: Files, here: Path, nodes: list[Any], events: list[Event]) -> None:
-    for paths, hint in ((["*.pt", "b"], f"looked in {nodes[0].folder}"), (["/missing/x"], None), (["~/missing"], None)):
-        with pytest.raises(sky.UsageError, match="no file matches") as raised:
-            files.download(paths, "new", nodes, apart=True)
-        assert raised.value.message == f"no file matches {', '.join(paths)} on 2 hosts"
-        assert (raised.value.host, raised.value.hint) == (None, hint)
-        assert not (here / "new").exists()
-    (here / "old").mkdir()
-    with pytest.raises(sky.UsageError):
-        files.download(["*.pt"], "old", nodes, apart=False)
-    assert (here / "old").is_dir()
-    fill(nodes[1].folder, a_pt="a")
-    assert [report.entries for report in files.download(["*.pt"], "old", nodes, apart=False)] == [0, 1]
-    assert notices(events) == [("n1", "no file matches *.pt")]
-    events.clear()
-    fill(nodes[1].folder, log="x")
-    with pytest.raises(sky.UsageError, match=r"no file matches b, \*\.py on 2 hosts"):
-        files.download(["b", "log", "*.pt", "*.py"], "old", nodes, apart=True)
-    assert tree(here) == {"old/a.pt": "a", "old/log": "x"}, "the rest is fetched"
-    assert notices(events)[0] == ("n1", "no file matches log, *.pt")
-
-
 # ---- what goes wrong
-
-
-def test_progress_and_time(files: Files, here: Path, nodes: list[Any], events: list[Event]) -> None:
-    fill(here, small="abc", empty="")
-    with pytest.raises(FileNotFoundError, match="directory: '/"):
-        files.upload("missing", None, nodes[:1])
-    (report,) = files.upload("small", None, nodes[:1])
-    moved = [event for event in events if isinstance(event, Moved)]
-    assert {(event.host, event.what, event.total) for event in moved} == {("n1", "sending files", 3)}
-    assert moved[-1].done == 3 and 0 < report.seconds < 60
-    events.clear()
-    files.upload("empty", None, nodes[:1])
-    fill(nodes[0].folder, back="1234")
-    files.download(["back"], ".", nodes[:1], apart=False)
-    moved = [event for event in events if isinstance(event, Moved)]
-    assert {(event.what, event.total) for event in moved} == {("fetching files", 4)}, "nothing of what is empty"
-
-
-def test_progress_is_reported_now_and_then(
-    files: Files, here: Path, nodes: list[Any], events: list[Event], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (here / "large").write_bytes(bytes(30 * SMALL))
-    now = [100.0]
-
-    def monotonic() -> float:
-        now[0] += 0.04
-        return now[0]
-
-    monkeypatch.setattr("skyfab.pool.files.time", SimpleNamespace(monotonic=monotonic))
-    files.upload("large", None, nodes[:1])
-    assert 8 <= len([event for event in events if isinstance(event, Moved)]) <= 16, "of 33"
 
 
 def test_not_enough_space(files: Files, here: Path, nodes: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,17 +290,6 @@ def test_a_host_that_is_lost_during_a_transfer(files: Files, here: Path, nodes: 
     assert events == [Step(host="n1", text="")], "its progress is no longer shown"
 
 
-def test_a_transfer_that_was_interrupted_sends_nothing_more(nodes: list[Any]) -> None:
-    stopped = threading.Event()
-    remote = Remote(nodes[0], SPEC, stopped)
-    remote.ask("send", [b"x"]).result()
-    stopped.set()
-    with pytest.raises(sky.CallCancelled, match="the transfer was interrupted") as raised:
-        remote.ask("rows")
-    assert raised.value.host == "n1" and nodes[0].requests == ["send"]
-    remote.close()
-
-
 def test_a_host_that_lists_one_file_for_ever(monkeypatch: pytest.MonkeyPatch, here: Path, nodes: list[Any]) -> None:
     monkeypatch.setattr("skyfab.pool.file_worker.MOST_ENTRIES", 5)
     nodes[0].says["rows"] = b'{"value": [[["a", "f", 1, 0, 420, ""]], []]}'
@@ -432,35 +300,6 @@ def test_a_host_that_lists_one_file_for_ever(monkeypatch: pytest.MonkeyPatch, he
 
 
 # ---- replies
-
-
-def answer(*buffers: bytes, message: Callable[..., messages.Message] = messages.Result) -> Any:
-    found = Answer("n1", "rows")
-    found.answered(message(parts=()), [memoryview(buffer) for buffer in buffers])
-    return found.result()
-
-
-def test_values_have_the_data_that_follows_at_their_end() -> None:
-    assert answer(b'{"value": [1, "x"]}') == [1, "x"]
-    assert answer(b'{"value": [1]}', b"data") == [1, b"data"]
-    with pytest.raises(ProtocolError, match="a result without content"):
-        answer()
-
-
-@pytest.mark.parametrize(
-    ("number", "hint"),
-    [
-        (errno.ENOSPC, "free some space on it, or use another disk (to=…, --to=…; --workdir=… of run)"),
-        (errno.EDQUOT, "free some space on it, or use another disk (to=…, --to=…; --workdir=… of run)"),
-        (errno.ESTALE, "run it again: it resumes where it stopped"),
-        (errno.EACCES, None),
-        ("null", None),
-    ],
-)
-def test_errors_of_a_host_have_a_hint_if_there_is_one(number: int | str, hint: str | None) -> None:
-    with pytest.raises(sky.HostUnfit, match="no way") as raised:
-        answer(b'{"errno": %s, "text": "no way"}' % str(number).encode())
-    assert (raised.value.host, raised.value.hint) == ("n1", hint)
 
 
 def test_what_a_host_raises_is_not_unpickled() -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import concurrent.futures
 import threading
-from concurrent.futures import InvalidStateError, wait
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,24 +18,6 @@ from skyfab.ui.events import Events, emitting
 @pytest.fixture
 def future() -> CallFuture:
     return CallFuture()
-
-
-def test_a_failure_is_raised_and_returned(future: CallFuture) -> None:
-    error = ValueError("no")
-    future.settle(None, error)
-    assert future.exception() is error
-    with pytest.raises(ValueError, match="no"):
-        future.result()
-
-
-def test_a_cancelled_call_is_done_for_those_who_wait_for_several(future: CallFuture) -> None:
-    assert future.cancel()
-    assert wait([future], timeout=0).done == {future}
-
-
-def test_a_wait_ends_after_its_timeout(future: CallFuture) -> None:
-    with pytest.raises(concurrent.futures.TimeoutError):
-        future.result(0.01)
 
 
 def test_another_process_cannot_wait(future: CallFuture, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -64,36 +44,10 @@ def test_a_callback_runs_on_a_thread_of_its_own(future: CallFuture) -> None:
     assert threads != [threading.get_ident()]
 
 
-def test_it_says_where_its_call_is(future: CallFuture) -> None:
-    future.label = "f"
-    assert repr(future) == "<Future of f: waiting>" and "<td>–</td>" in future._repr_html_()
-    future.node = SimpleNamespace(name="node1")  # type: ignore[assignment]
-    assert repr(future) == "<Future of f: running>" and "<td>node1</td>" in future._repr_html_()
-    future.settle(None, ValueError())
-    assert repr(future) == "<Future of f: raised ValueError>"
-    assert (done := CallFuture()).cancel() and repr(done) == "<Future: cancelled>"
-
-
-def test_it_can_be_awaited(future: CallFuture) -> None:
-    async def main() -> Any:
-        return await future
-
-    future.settle(3)
-    assert asyncio.run(main()) == 3
-
-
-@pytest.mark.parametrize(
-    ("raised", "seen"),
-    [
-        (StopIteration(3), RuntimeError),
-        (StopAsyncIteration(), StopAsyncIteration),
-        (concurrent.futures.CancelledError(), concurrent.futures.CancelledError),
-    ],
-)
 @pytest.mark.parametrize("is_done", [True, False])
-def test_what_ends_loops_and_tasks_is_raised_by_await(
-    future: CallFuture, raised: BaseException, seen: type[BaseException], is_done: bool
-) -> None:
+def test_what_would_end_a_loop_is_raised_by_await(future: CallFuture, is_done: bool) -> None:
+    raised = StopIteration(3)
+
     async def main() -> None:
         if is_done:
             future.settle(None, raised)
@@ -101,9 +55,9 @@ def test_what_ends_loops_and_tasks_is_raised_by_await(
             asyncio.get_running_loop().call_later(0.01, future.settle, None, raised)
         await asyncio.wait_for(future, 30)
 
-    with pytest.raises(seen) as found:
+    with pytest.raises(RuntimeError) as found:
         asyncio.run(main())
-    assert raised in (found.value, found.value.__cause__)
+    assert found.value.__cause__ is raised
 
 
 def test_a_call_that_was_cancelled_cancels_who_awaits_it(future: CallFuture) -> None:
@@ -127,45 +81,8 @@ def test_ctrl_c_stops_the_call_and_says_where(future: CallFuture, monkeypatch: p
     assert vars(raised.value)["stopped"] == "stopped on node1, node2"
 
 
-def test_a_terminal_shows_what_the_main_thread_waits_for(future: CallFuture) -> None:
-    events, seen = Events(), list[bool]()
-    future.waiting = events.waiting
-
-    def settle() -> None:
-        seen.append(bool(events.waiting))
-        future.settle(1)
-
-    threading.Timer(0.1, settle).start()
-    assert future.result() == 1
-    assert seen == [True]
-    assert not events.waiting
-
-
-def test_a_terminal_does_not_show_what_other_threads_wait_for(future: CallFuture) -> None:
-    events = Events()
-    future.waiting = events.waiting
-    thread = threading.Thread(target=future.result)
-    thread.start()
-    until(lambda: bool(future._condition._waiting))
-    assert not events.waiting
-    future.settle(1)
-    thread.join()
-
-
-def test_what_has_ended_cannot_be_cancelled(future: CallFuture) -> None:
-    future.on_cancel = lambda: pytest.fail("told")
-    future.settle(1)
-    assert not future.cancel()
-
-
 def test_a_result_that_comes_after_cancelling_is_dropped(future: CallFuture) -> None:
     assert future.cancel()
     future.settle(1)
     future.settle(None, ValueError())
     assert future.cancelled()
-
-
-def test_two_results_are_an_error(future: CallFuture) -> None:
-    future.settle(1)
-    with pytest.raises(InvalidStateError):
-        future.settle(2)

@@ -10,15 +10,13 @@ from typing import Any
 
 import pytest
 from stage.fakes import FakeNode, packed, result
-from stage.remote import leave, linger, wait_for
-from stage.spot import Spot, until
-from stage.threads import at_once
+from stage.remote import linger
+from stage.spot import Spot
 
 import skyfab as sky
 from skyfab.pool.node import WorkerSpec
 from skyfab.pool.scheduler import Scheduler
 from skyfab.pool.task import Task
-from skyfab.protocol import messages
 
 
 @pytest.fixture(scope="module")
@@ -57,13 +55,6 @@ def test_a_map_gives_each_item_a_gpu_of_its_own(gpu_pool: sky.Compute) -> None:
     assert any(one[3] < other[4] and other[3] < one[4] and one[0] == other[0] for one in found for other in found[1:])
 
 
-def test_the_next_item_begins_where_a_gpu_is_free(gpu_pool: sky.Compute) -> None:
-    found = gpu_pool.map(use, [3.0] + [0.1] * 14, gpus=1)
-    slow, *quick = found
-    assert all((host, gpus) != slow[:2] for host, gpus, *_ in quick)
-    assert max(one[4] for one in quick) < slow[4]
-
-
 def test_sizes_in_any_order(gpu_pool: sky.Compute) -> None:
     wanted = [1, 2, 1, 1, 2, 0.5, 2, 1, 0.5, 0.5, 1, 2, 1, 0.5]
     futures = [gpu_pool.submit(sky.function(use)(0.05), gpus=gpus) for gpus in wanted]
@@ -71,19 +62,6 @@ def test_sizes_in_any_order(gpu_pool: sky.Compute) -> None:
     assert [len(gpus.split(",")) for _, gpus, *_ in found] == [max(1, int(gpus)) for gpus in wanted]
     check_apart([one for one, gpus in zip(found, wanted, strict=True) if gpus >= 1])
     check_apart(found, share=0.5)
-
-
-def test_two_share_a_gpu(gpu_pool: sky.Compute) -> None:
-    found = gpu_pool.map(use, [0.3] * 16, gpus=0.5)
-    check_apart(found, share=0.5)
-    assert len({(one[0], one[2]) for one in found}) == 8
-
-
-def test_threads_submit_together(gpu_pool: sky.Compute) -> None:
-    def one(number: int) -> Any:
-        return gpu_pool.submit(sky.function(use)(0.02), gpus=1 + number % 2).result()
-
-    check_apart(at_once(one, range(40)))
 
 
 def test_a_function_says_how_many_it_needs(gpu_pool: sky.Compute) -> None:
@@ -114,12 +92,6 @@ def test_generators_have_gpus(gpu_pool: sky.Compute) -> None:
     assert waiting.result(60)
     for one in held:
         one.close()
-
-
-def test_an_executor_gives_each_call_gpus(gpu_pool: sky.Compute) -> None:
-    with gpu_pool.executor(gpus=1) as executor:
-        assert executor.slots == 4
-        check_apart(list(executor.map(use, [0.05] * 12)))
 
 
 def test_a_process_that_is_kept_makes_way(gpu_pool: sky.Compute, runs_on: Callable[[str, int], bool]) -> None:
@@ -177,108 +149,27 @@ def test_actors_and_calls_have_different_gpus(gpu_pool: sky.Compute) -> None:
         assert one.gpus()[0] == other.gpus()[0] == "0"
 
 
-def test_the_process_of_an_actor_frees_its_gpu_when_it_dies(gpu_pool: sky.Compute) -> None:
-    class Fragile:
-        def die(self) -> None:
-            os._exit(3)
-
-    head = gpu_pool.hosts[0].name
-    one = gpu_pool.actor(Fragile, on=head, gpus=2)
-    with pytest.raises(sky.ActorLost):
-        one.die()
-    assert gpu_pool.submit(sky.function(use)(0), gpus=2, on=head).result()[1] == "0,1"
-
-
-@pytest.mark.parametrize("gpus", [-1, 1.5, 2.0, True, "1", float("nan"), float("inf")])
-def test_what_is_not_a_number_of_gpus(gpu_pool: sky.Compute, gpus: Any) -> None:
+def test_numbers_of_gpus_that_no_host_can_give(gpu_pool: sky.Compute) -> None:
     call = sky.function(use)(0)
-    for start in (
-        lambda: gpu_pool.map(use, [0], gpus=gpus),
-        lambda: gpu_pool.submit(call, gpus=gpus),
-        lambda: gpu_pool.executor(gpus=gpus),
-        lambda: gpu_pool.actor(dict, gpus=gpus),
-        lambda: sky.function(gpus=gpus)(use),
-    ):
-        with pytest.raises(sky.UsageError, match=r"expected a whole number, 0 or more, or a share of one such as 0\.5"):
-            start()
 
+    def starts(gpus: Any) -> list[Callable[[], object]]:
+        return [
+            lambda: gpu_pool.map(use, [0], gpus=gpus),
+            lambda: gpu_pool.submit(call, gpus=gpus),
+            lambda: gpu_pool.executor(gpus=gpus),
+            lambda: sky.function(gpus=gpus)(use)(0) >> gpu_pool,
+        ]
 
-def test_more_gpus_than_any_host_has(gpu_pool: sky.Compute) -> None:
-    call = sky.function(use)(0)
-    for start in (
-        lambda: gpu_pool.map(use, [0], gpus=3),
-        lambda: gpu_pool.submit(call, gpus=3),
-        lambda: gpu_pool.executor(gpus=3),
-        lambda: gpu_pool.submit(call, gpus=3, on=gpu_pool.hosts[1].name),
-        lambda: sky.function(gpus=3)(use)(0) >> gpu_pool,
-    ):
+    for gpus in (-1, 1.5, True, float("nan")):
+        for start in (*starts(gpus), lambda gpus=gpus: gpu_pool.actor(dict, gpus=gpus)):  # type: ignore[misc]
+            with pytest.raises(sky.UsageError, match="expected a whole number, 0 or more, or a share"):
+                start()
+    for start in starts(3):
         with pytest.raises(sky.UsageError, match="3 free GPUs for") as raised:
             start()
         assert raised.value.hint == "gpus= can be at most 2"
     with pytest.raises(sky.UsageError, match="for a call on one worker"):
         gpu_pool.submit(call, gpus=1, on="all")
-
-
-def test_a_pool_that_closes_ends_calls_with_gpus(open_pool: Callable[..., sky.Compute], spot: Spot) -> None:
-    pool = open_pool("local", host={"gpus": (0,)})
-    running = pool.submit(sky.function(linger)(spot / "pid"), gpus=1)
-    waiting = pool.submit(sky.function(use)(0), gpus=1)
-    spot.wait("pid")
-    pool.close()
-    for future in (running, waiting):
-        with pytest.raises(sky.SkyfabError):
-            future.result(10)
-    pool.open()
-    assert pool.submit(sky.function(use)(0), gpus=1).result()[1] == "0"
-
-
-def meet(path: str) -> str:
-    leave(path)
-    return wait_for(f"{path}.go")
-
-
-def test_a_call_with_gpus_ends_when_its_pool_is_detached(
-    open_pool: Callable[..., sky.Compute], spot: Spot, runs_on: Callable[[str, int], bool]
-) -> None:
-    """It is not a part of the run."""
-    pool = open_pool("local", ranks=1, host={"gpus": (0,)})
-    alone = pool.submit(sky.function(linger)(spot / "pid"), gpus=1)
-    [pid] = spot.read("pid").values()
-    pool.submit(sky.function(meet)(spot / "met"), on="all")
-    spot.wait("met")
-    run = pool.detach(name="apart")
-    until(lambda: not runs_on("here", int(pid)))
-    assert alone.done()
-    spot.leave("met.go")
-    assert run.result(60) == [""]
-
-
-def test_the_memory_cap_is_set_when_torch_loads_cuda(open_pool: Callable[..., sky.Compute]) -> None:
-    """With a stand-in for torch, which says what it was asked for; tests/gpu has the real one."""
-
-    def cap() -> list[Any]:
-        import sys
-        import tempfile
-        from pathlib import Path
-
-        folder = Path(tempfile.mkdtemp())
-        (folder / "torch").mkdir()
-        (folder / "torch/__init__.py").write_text("import torch.cuda\n")
-        lines = ["asked, queued = [], []", "_lazy_call = queued.append"]
-        lines += ["def set_per_process_memory_fraction(*about): asked.append(about)"]
-        (folder / "torch/cuda.py").write_text("\n".join(lines))
-        sys.path.insert(0, str(folder))
-        import torch
-
-        found: Any = torch.cuda
-        before = list(found.asked)
-        for call in found.queued:
-            call()
-        return [before, found.asked]
-
-    pool = open_pool("local", host={"gpus": (0,)})
-    assert pool.submit(sky.function(cap)(), gpus=0.25).result() == [[], [(0.25, 0)]]
-    assert pool.submit(sky.function(cap)(), gpus=1).result() == [[], []]
 
 
 # ---- order, with hosts that only note what they are asked for
@@ -329,47 +220,6 @@ def test_a_host_frees_its_own_gpus_alone() -> None:
     for worker in node.released:
         queue.ended(hostile, worker)  # type: ignore[arg-type]
     assert node.callers == [first, second], "its workers have not exited"
-
-
-def test_a_call_that_waits_for_one_host_does_not_hold_up_another() -> None:
-    busy, idle = FakeNode(1), FakeNode(2)
-    queue = scheduler(busy, idle)
-    first, waits, goes = task(2, on=busy), task(1, on=busy), task(1)
-    for each in (first, waits, goes):
-        queue.add(each)
-    assert (busy.callers, idle.callers) == ([first], [goes])
-
-
-def test_calls_of_a_lost_host_move_and_its_gpus_are_gone() -> None:
-    lost, there = FakeNode(1), FakeNode(2)
-    queue = scheduler(lost, there)
-    moves, fails, pinned = task(2, on=None, retries=1), task(2), task(1, on=lost)
-    for each in (moves, fails, pinned):
-        queue.add(each)
-    assert (lost.callers, there.callers) == ([moves], [fails])
-    lost.lose()
-    lost.lost = sky.HostLost("gone", host="node1")
-    moves.failed(sky.HostLost("gone", host="node1"))
-    queue.ended(lost)  # type: ignore[arg-type]
-    assert isinstance(pinned.future.exception(0), sky.HostLost)
-    assert not moves.future.done()
-    fails.answered(*result(None))
-    assert there.callers == [fails, moves]
-    there.lose()
-    there.lost = sky.HostLost("gone", host="node2")
-    moves.failed(sky.HostLost("gone", host="node2"))
-    assert isinstance(moves.future.exception(0), sky.HostLost)
-
-
-def test_a_call_that_had_not_begun_is_sent_again() -> None:
-    node = FakeNode(1)
-    queue = scheduler(node)
-    one = task(1)
-    queue.add(one)
-    one.answered(messages.Ended(why="unstarted"), [])
-    assert node.callers == [one, one]
-    one.answered(*result(None))
-    assert one.future.done()
 
 
 def test_no_gpu_is_used_twice_whatever_happens() -> None:

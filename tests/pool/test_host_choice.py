@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +9,6 @@ import pytest
 
 import skyfab as sky
 from skyfab.pool.host_choice import HostChoice
-from skyfab.providers.base import Provider
-from skyfab.session.ask import Asker
-from skyfab.ssh.base import Transport
-from skyfab.ssh.local import Local
 from skyfab.ui.events import Event, Events, Notice
 
 
@@ -74,57 +69,3 @@ def test_too_few_hosts_meet_a_condition(inventory: sky.Inventory) -> None:
     first, *others = caught.value.message.splitlines()
     assert first == "no host meets 'cpus > 100000'"
     assert [line.partition(": cpus ")[0] for line in others] == ["  here1", "  here2"]
-
-
-def test_not_every_host_that_does_not_meet_it_is_named(inventory: sky.Inventory) -> None:
-    many = sky.Inventory(hosts={f"h{n}": sky.Host(name=f"h{n}", transport="local") for n in range(10)})
-    with pytest.raises(sky.UsageError) as caught:
-        chosen(choice(None, many, where="cpus > 100000"))
-    assert len(caught.value.message.splitlines()) == 10
-    assert caught.value.message.endswith("\n  and 2 more")
-
-
-def test_the_connection_over_which_a_host_was_asked_is_used_once(inventory: sky.Inventory) -> None:
-    made = choice(["here1"], inventory)
-    host = inventory.hosts["here1"]
-    taken = [object()]
-
-    class Lent(Asker):
-        def take(self, host: sky.Host) -> Transport | None:
-            return taken.pop() if taken else None  # type: ignore[return-value]
-
-    (lent,) = taken
-    made.adopt(Lent([host], inventory), [host])
-    assert made.reach(host) is lent
-    second = made.reach(host)
-    assert second is not lent
-    assert isinstance(second, Local)
-    second.close()
-
-
-class Rented(Provider):
-    """Has the hosts of an inventory while it is started."""
-
-    def __init__(self, inventory: sky.Inventory) -> None:
-        self.inventory = inventory
-        self.calls: list[str] = []
-
-    def start(self, tell: Callable[[str], None] = print) -> sky.Inventory:
-        self.calls.append("start")
-        tell("two of them")
-        return self.inventory
-
-    def stop(self) -> None:
-        self.calls.append("stop")
-
-
-def test_hosts_of_a_provider_are_there_while_the_pool_is_open(inventory: sky.Inventory) -> None:
-    provider = Rented(inventory)
-    made = choice(["here1"], None, provider=provider)
-    assert (made.listed, provider.calls) == ((), [])
-    assert chosen(made) == (["here1"], ["Rented: two of them"])
-    assert provider.calls == ["start", "stop"]
-    with pytest.raises(sky.UsageError, match="a provider has its own inventory"):
-        choice(None, inventory, provider=provider)
-    with pytest.raises(sky.UsageError, match="does not rent machines"):
-        choice(None, None, provider="cloud")

@@ -10,8 +10,7 @@ import pytest
 import skyfab as sky
 from skyfab.env.prepare import Preparation
 from skyfab.pool.images import HostImages, Progress
-from skyfab.session.bootstrap import local_python
-from skyfab.ui.events import Event, Events, HostState, Moved, Notice
+from skyfab.ui.events import Events
 
 HOSTS = [sky.Host(name=f"node{number}") for number in (1, 2, 3)]
 
@@ -45,23 +44,6 @@ def test_hosts_with_equal_images_share_one_preparation() -> None:
     assert second.image is images.image_of(HOSTS[1])
 
 
-def test_preparations_are_new_each_time_a_pool_opens() -> None:
-    images = begun(HOSTS, sky.Image())
-    before = images._preparations["node1"]
-    images.begin(HOSTS)
-    assert images._preparations["node1"] is not before
-
-
-def test_an_image_that_no_host_could_use_is_refused_before_any_is_asked() -> None:
-    with pytest.raises(sky.UsageError):
-        HostImages(HOSTS, sky.Image(python="3.1"), ())
-
-
-def test_a_plain_image_is_any_python_of_the_version_here() -> None:
-    assert interpreter(HOSTS[0], sky.Image()) == (local_python(), True)
-    assert interpreter(HOSTS[0], sky.Image(python=local_python())) == (local_python(), True)
-
-
 def test_this_machine_runs_the_python_that_runs_here() -> None:
     here = sky.Host(name="here", transport="local")
     assert interpreter(here, sky.Image()) == (sys.executable, False)
@@ -86,39 +68,3 @@ def test_variables_of_the_pool_come_before_those_of_the_image_and_of_the_host() 
     host = sky.Host(name="node1", env={"A": "host", "B": "host", "C": "host"})
     images = HostImages([host], sky.Image(env={"B": "image", "C": "image"}), (), {"C": "pool"})
     assert images.variables(host).items() >= {"A": "host", "B": "image", "C": "pool"}.items()
-
-
-def test_a_plugin_sees_each_host_once() -> None:
-    class Counts(sky.plugins.Plugin):
-        def transform(self, image: sky.Image, host: sky.Host) -> sky.Image:
-            seen.append(host.name)
-            return image
-
-    seen: list[str] = []
-    images = HostImages(HOSTS[:2], sky.Image(), (Counts(),))
-    images.add(HOSTS)
-    assert seen == ["node1", "node2", "node3"]
-
-
-def test_nobody_waits_for_a_host_that_is_open_or_failed() -> None:
-    images = begun(HOSTS, sky.Image())
-    preparation = images._preparations["node2"]
-    assert "node2" in preparation._absent
-    images.settled(HOSTS[1])
-    assert "node2" not in preparation._absent
-    assert "node1" in preparation._absent
-
-
-def test_progress_is_told_as_events() -> None:
-    found: list[Event] = []
-    events = Events()
-    events.subscribe(found.append)
-    progress = Progress(events, "node1")
-    progress.step("torch")
-    progress.moved("wheels", 1, 2)
-    progress.note("built here")
-    assert found == [
-        HostState(host="node1", state="preparing", detail="torch"),
-        Moved(host="node1", what="wheels", done=1, total=2),
-        Notice(host="node1", text="built here"),
-    ]

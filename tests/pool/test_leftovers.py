@@ -21,10 +21,8 @@ import pytest
 from stage import remains, traces
 from stage.remote import leave, linger, wait_for
 from stage.spot import Spot, until
-from stage.threads import begin
 
 import skyfab as sky
-from skyfab.errors import CallTimeout
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.process import LabProcess
 from skyfab.ui.events import HostState, Output
@@ -192,13 +190,11 @@ def client(tmp_path: Path, namespaces: Lab, spot: Spot) -> Client:
 @pytest.mark.parametrize(
     ("ending", "code"),
     [
-        ("pass", 0),
         ("raise LookupError('in the block')", 1),
-        ("sys.exit(7)", 7),
         ("signal.raise_signal(signal.SIGINT)", 130),
         ("(stay() > compute); (stay() > compute)", 0),
     ],
-    ids=["normal", "exception", "exit", "interrupt", "calls-still-run"],
+    ids=["exception", "interrupt", "calls-still-run"],
 )
 def test_the_end_of_the_block_is_the_end_on_the_hosts(
     client: Client, clean: Callable[[], None], hosts: list[LabHost], ending: str, code: int
@@ -230,7 +226,7 @@ def test_a_program_that_never_closes_its_pool_ends_and_leaves_nothing(
     clean()
 
 
-@pytest.mark.parametrize("way", ["stay() >> compute", "stay() @ compute", "(stay() & stay()) >> compute", "map"])
+@pytest.mark.parametrize("way", ["stay() >> compute", "stay() @ compute", "map"])
 def test_ctrl_c_stops_the_calls_that_run(
     client: Client, spot: Spot, runs_on: Callable[[str, int], bool], clean: Callable[[], None], way: str
 ) -> None:
@@ -249,16 +245,14 @@ def test_ctrl_c_stops_the_calls_that_run(
     clean()
 
 
-@pytest.mark.parametrize("text", ["stay() >> compute", "stay() @ compute", "time.sleep(600)"])
 def test_ctrl_c_twice_waits_for_nobody(
-    client: Client, hosts: list[LabHost], spot: Spot, clean: Callable[[], None], text: str
+    client: Client, hosts: list[LabHost], spot: Spot, clean: Callable[[], None]
 ) -> None:
     """The hosts cannot be reached, so the goodbye takes its time: the second Ctrl-C cuts it short."""
-    running = client.start(f"ok() @ compute; print('open', flush=True); {text}")
+    running = client.start("ok() @ compute; print('open', flush=True); stay() @ compute")
     assert running.stdout is not None
     assert running.stdout.readline() == "open\n"
-    if "stay" in text:
-        spot.wait("pids")
+    spot.wait("pids")
     for host in hosts:
         host.cut()
     try:
@@ -276,7 +270,7 @@ def test_ctrl_c_twice_waits_for_nobody(
     clean()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGHUP], ids=lambda number: number.name)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL], ids=lambda number: number.name)
 def test_a_client_that_is_killed_is_waited_for_no_longer_than_its_lease(
     client: Client, spot: Spot, clean: Callable[[], None], number: signal.Signals
 ) -> None:
@@ -299,62 +293,6 @@ def test_ctrl_c_while_connecting(client: Client, hosts: list[LabHost], clean: Ca
     finally:
         hosts[1].restore()
     assert code in (130, -signal.SIGINT)
-    clean()
-
-
-def test_a_pool_whose_opening_is_interrupted_leaves_nothing_while_the_program_goes_on(
-    hosts: list[LabHost], hosts_of: Callable[..., list[sky.Host]], clean: Callable[[], None]
-) -> None:
-    """One host answers, the other is cut off; the program's own handler raises, and the program does not end."""
-
-    class Stopped(Exception):
-        pass
-
-    def stop(*_: object) -> None:
-        raise Stopped
-
-    def send() -> None:
-        until(lambda: traces.on(hosts[0]), "an agent on the first host")
-        os.kill(os.getpid(), signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, stop)
-    hosts[1].cut()
-    try:
-        sent = begin(send)
-        with pytest.raises(Stopped):
-            sky.Compute(hosts_of("openssh", 2), lease=600, ui="none").__enter__()
-        sent.result(10)
-    finally:
-        hosts[1].restore()
-        signal.signal(signal.SIGUSR1, before)
-    clean()
-
-
-def test_ctrl_c_twice_while_connecting(client: Client, hosts: list[LabHost], clean: Callable[[], None]) -> None:
-    for host in hosts:
-        host.cut()
-    try:
-        running = client.start("pass")
-        until(lambda: traces.here(client.temporary), "an ssh that tries")
-        for _ in range(2):
-            running.send_signal(signal.SIGINT)
-            time.sleep(0.5)
-        running.wait(3)
-        code, _ = client.end(running)
-    finally:
-        for host in hosts:
-            host.restore()
-    assert code in (130, -signal.SIGINT)
-    clean()
-
-
-def test_a_host_that_cannot_be_reached_leaves_nothing_on_the_others(
-    hosts_of: Callable[..., list[sky.Host]], clean: Callable[[], None]
-) -> None:
-    first, second = hosts_of("openssh", 2)
-    with pytest.raises(sky.SkyfabError):
-        with sky.Compute([first, sky.Host(name="nobody", address="127.0.0.1", port=1), second], lease=600, ui="none"):
-            pass
     clean()
 
 
@@ -548,20 +486,7 @@ def test_children_that_a_function_has_started_are_gone_when_the_pool_closes(
     clean()
 
 
-def test_a_zygote_that_a_function_has_stopped_ends_with_its_pool(
-    open_pool: Callable[..., sky.Compute], clean: Callable[[], None]
-) -> None:
-    @sky.function
-    def stop() -> None:
-        os.kill(os.getppid(), signal.SIGSTOP)
-
-    pool = open_pool("openssh", count=1, lease=600)
-    stop() >> pool
-    pool.close()
-    clean()
-
-
-@pytest.mark.parametrize("how", ["close", "cancel", "timeout", "kill", "program"])
+@pytest.mark.parametrize("how", ["cancel", "kill", "program"])
 def test_shared_memory_and_semaphores_go_with_their_processes(
     hosts: list[LabHost], open_pool: Callable[..., sky.Compute], spot: Spot, clean: Callable[[], None], how: str
 ) -> None:
@@ -574,7 +499,7 @@ def test_shared_memory_and_semaphores_go_with_their_processes(
         share.kept = [multiprocessing.get_context("spawn").Semaphore(1)]  # type: ignore[attr-defined]
         share.kept.append(SharedMemory(create=True, size=4096))  # type: ignore[attr-defined]
 
-    @sky.function(timeout=2 if how == "timeout" else None)
+    @sky.function
     def work(path: str) -> None:
         if how == "program":
             program = "import multiprocessing.shared_memory as m, time; m.SharedMemory(create=True, size=1); {}"
@@ -587,7 +512,7 @@ def test_shared_memory_and_semaphores_go_with_their_processes(
         if how == "kill":
             wait_for(path + ".go")
             os.kill(os.getpid(), signal.SIGKILL)
-        if how in ("cancel", "timeout"):
+        if how == "cancel":
             time.sleep(600)
 
     before = temporary(hosts[0])
@@ -599,10 +524,7 @@ def test_shared_memory_and_semaphores_go_with_their_processes(
         future.cancel()
     elif how == "kill":
         spot.leave("work.go")
-    elif how == "timeout":
-        with pytest.raises(CallTimeout):
-            future.result(170)
-    if how in ("close", "program"):
+    if how == "program":
         future.result(170)
     else:
         until(lambda: temporary(hosts[0]) <= before, "the end of the shared memory, while the pool is open")
@@ -650,11 +572,11 @@ def test_what_runs_when_the_pool_closes_has_time_to_save(
         leave(path + ".waits")
         time.sleep(600)
 
-    pool = open_pool("openssh", count=2, lease=600)
+    pool = open_pool("openssh", count=1, lease=600)
     pool.submit(train(spot / "train"), on="all")
-    spot.wait("train.waits", 2)
+    spot.wait("train.waits")
     pool.close()
-    assert len(spot.notes("train.saved")) == 2
+    assert spot.notes("train.saved")
     clean()
 
 
@@ -686,24 +608,6 @@ def test_two_pools_on_one_host_do_not_disturb_each_other(
     assert ok(3) @ third == [3]
     spot.leave("go")
     assert future.result(170) == "done"
-
-
-@pytest.mark.slow
-def test_pools_that_open_at_once_on_a_fresh_host_all_work(
-    hosts: list[LabHost], hosts_of: Callable[..., list[sky.Host]], clean: Callable[[], None]
-) -> None:
-    """Nothing is there: each brings the bundle, one wins, and no draft stays."""
-    from stage.threads import at_once
-
-    for cache in remains.caches(hosts[0]):
-        shutil.rmtree(cache)
-
-    def use(number: int) -> int:
-        with sky.Compute(hosts_of("openssh", 1), ui="none") as pool:
-            return ok(number) >> pool
-
-    assert at_once(use, range(4)) == [0, 1, 2, 3]
-    clean()
 
 
 @pytest.mark.slow
@@ -757,12 +661,8 @@ def test_nothing_of_a_pool_is_in_the_way_of_others_on_the_host(
     assert sockets(hosts[0]) - before == {"agent.sock"}, "a relative name: it lies in the run folder"
 
 
-@pytest.mark.parametrize("transport", ["openssh", "fabric"])
 def test_opening_and_closing_many_times_leaves_no_more_than_once(
-    hosts: list[LabHost],
-    hosts_of: Callable[..., list[sky.Host]],
-    clean: Callable[[], None],
-    transport: str,
+    hosts: list[LabHost], hosts_of: Callable[..., list[sky.Host]], clean: Callable[[], None]
 ) -> None:
     """Neither on the host nor here: content is named by itself, and only logs grow."""
 
@@ -776,7 +676,7 @@ def test_opening_and_closing_many_times_leaves_no_more_than_once(
 
     counts: list[set[Any]] = []
     for _ in range(3):
-        with sky.Compute(hosts_of(transport, 1), ui="none") as pool:
+        with sky.Compute(hosts_of("openssh", 1), ui="none") as pool:
             assert ok(1) >> pool == 1
         counts.append(kept())
     assert counts[0] == counts[1] == counts[2]

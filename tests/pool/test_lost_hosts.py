@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -119,22 +118,6 @@ def test_a_call_that_may_be_repeated_moves_to_another_host(
     assert futures[1].result(170) == "node1"
 
 
-@pytest.mark.slow
-def test_a_gang_waits_for_a_host_that_is_silent_for_longer_than_ten_seconds(
-    pair: Lab, pool: Callable[..., sky.Compute], place: Spot
-) -> None:
-    """As when a switch is restarted: the other host responds, and nothing is lost before the lease is over."""
-    compute = pool(heartbeat_timeout=None, lease=60)
-    future = compute.submit(sky.function(stay)(place / "night", place / "go"), on="all")
-    place.wait("night.node1")
-    place.wait("night.node2")
-    pair["node2"].cut()
-    time.sleep(11)
-    pair["node2"].restore()
-    place.leave("go")
-    assert future.result(100) == ["node1", "node2"]
-
-
 def test_a_broadcast_that_may_be_repeated_waits_for_a_host_that_is_rebooted(
     pair: Lab, pool: Callable[..., sky.Compute], place: Spot
 ) -> None:
@@ -184,37 +167,6 @@ def test_the_gpus_of_a_lost_host_are_free_when_it_is_back(
     name = sky.function(lambda: sky.instance_info().hostname)
     assert compute.submit(name(), gpus=2, on="node2").result(60) == "node2"
     assert compute.submit(name(), gpus=2, on="node1").result(60) == "node1"
-
-
-def test_a_study_continues_without_a_lost_host(pair: Lab, pool: Callable[..., sky.Compute]) -> None:
-    optuna = pytest.importorskip("optuna")
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    compute = pool()
-
-    def objective(trial: Any) -> float:
-        trial.set_user_attr("host", sky.instance_info().hostname)
-        if trial.number == 1 and trial.user_attrs.get("attempts", 0) == 0:
-            trial.set_user_attr("attempts", 1)
-            time.sleep(1000)
-        return float(trial.suggest_float("x", 0, 1))
-
-    def kill() -> None:
-        until(lambda: len(study.trials) > 1 and "attempts" in study.trials[1].user_attrs)
-        pair[study.trials[1].user_attrs["host"]].kill()
-
-    for retries, state in ((0, "FAIL"), (1, "COMPLETE")):
-        study = optuna.create_study()
-        thread = threading.Thread(target=kill)
-        thread.start()
-        try:
-            compute.study(study, sky.function(retries=retries)(objective), n_trials=6)
-        finally:
-            thread.join()
-            for host in pair.hosts:
-                if not host.up:
-                    host.reboot()
-        assert [trial.state.name for trial in study.trials] == ["COMPLETE", state, *["COMPLETE"] * 4]
-        until(lambda: all(node.lost is None for node in compute.hosts), "it is taken back")
 
 
 class Total:

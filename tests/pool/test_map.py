@@ -82,30 +82,6 @@ def test_an_exception_takes_the_place_of_its_result() -> None:
     assert stage.told[-1] == (3, False)
 
 
-def test_exceptions_that_are_returned_are_each_about_one_item() -> None:
-    stage = Stage(list(range(40)), errors="return")
-    for number in range(20):
-        stage.answer(number, 0.0)
-    assert set(stage.groups) == {1}
-
-
-def test_an_interrupt_is_raised_whatever_is_returned() -> None:
-    stage = Stage([1, 2], errors="return")
-    stage.scheduler.tasks[0].future.settle(None, KeyboardInterrupt())
-    assert isinstance(stage.future.exception(0), KeyboardInterrupt)
-
-
-def test_no_items_have_no_results() -> None:
-    stage = Stage([])
-    assert stage.future.result(0) == []
-    assert stage.scheduler.tasks == []
-
-
-def test_every_slot_begins_with_one_item() -> None:
-    assert Stage(list(range(20)), slots=3).groups == [1, 1, 1]
-    assert Stage(list(range(2)), slots=3).groups == [1, 1]
-
-
 def test_results_come_in_the_order_of_items_whatever_ends_first() -> None:
     stage = Stage(list(range(30)), slots=2)
     done: set[int] = set()
@@ -123,13 +99,6 @@ def test_groups_of_short_items_grow_fourfold_and_shrink_towards_the_end() -> Non
     for number in range(5):
         stage.answer(number, 0.0)
     assert stage.groups[:8] == [1, 4, 4, 16, 16, 16, 16, 14]
-
-
-def test_long_items_go_one_by_one() -> None:
-    stage = Stage(list(range(100)))
-    for number in range(4):
-        stage.answer(number, 5.0)
-    assert set(stage.groups) == {1}
 
 
 def test_a_group_has_as_much_work_as_a_round_trip_takes(at: SimpleNamespace) -> None:
@@ -173,18 +142,6 @@ def test_items_after_large_results_are_sent_again() -> None:
     assert stage.future.result(0) == list(range(20))
 
 
-class Exits:
-    def __reduce__(self) -> Any:
-        raise SystemExit(3)
-
-
-def test_whatever_pickling_an_item_raises_ends_the_map() -> None:
-    stage = Stage([1, Exits()])
-    stage.answer(0, 0.0)
-    with pytest.raises(SystemExit):
-        stage.future.result(0)
-
-
 @pytest.mark.parametrize(
     "found", [[], [0.1], [0.1, 1, 2], [1, 1], [None, 1], [float("nan"), 1], [float("inf"), 1], [-1.0, 1]]
 )
@@ -202,13 +159,6 @@ def test_a_failure_stops_the_rest() -> None:
     assert [task.future.cancelled() for task in stage.scheduler.tasks] == [True, False, True]
     assert len(stage.scheduler.tasks) == 3
     assert stage.told == [(0, True)]
-
-
-def test_two_groups_may_fail_and_the_first_counts() -> None:
-    stage = Stage(list(range(10)), slots=2)
-    stage.call._fail(ValueError("first"))
-    stage.call._fail(ValueError("second"))
-    assert str(stage.future.exception(0)) == "first"
 
 
 def test_cancelling_stops_what_runs_and_begins_nothing() -> None:
@@ -236,36 +186,6 @@ def test_an_item_that_cannot_be_pickled_ends_the_map() -> None:
     stage = Stage([1, stuck])
     stage.answer(0, 0.0)
     assert isinstance(stage.future.exception(0), sky.NotPicklable)
-
-
-def test_nothing_runs_after_an_item_that_cannot_be_pickled() -> None:
-    scheduler = FakeScheduler(slots=2)
-    with pytest.raises(sky.NotPicklable):
-        Stage([1, (each for each in ()), 3], scheduler=scheduler)
-    [task] = scheduler.tasks
-    assert task.future.cancelled()
-
-
-def test_an_item_that_is_being_packed_when_another_one_fails_does_not_run() -> None:
-    scheduler = FakeScheduler(slots=2)
-
-    class Item:
-        def __reduce__(self) -> Any:
-            scheduler.tasks[0].future.settle(None, ValueError("first"))
-            return str, ()
-
-    stage = Stage([1, Item()], scheduler=scheduler)
-    assert str(stage.future.exception(0)) == "first"
-    assert len(scheduler.tasks) == 1
-
-
-def test_the_future_reads_from_a_host_of_the_map() -> None:
-    stage = Stage([1, 2])
-    assert stage.future.node is None
-    node: Any = object()
-    stage.scheduler.add = lambda task: setattr(task.future, "node", node)  # type: ignore[method-assign]
-    stage.call._send()
-    assert stage.future.node is node
 
 
 # ---- which item failed
@@ -300,15 +220,6 @@ def test_an_error_says_which_item_it_comes_from() -> None:
     assert (error.item_index, notes(error)) == (3, ["in the map: item 3, 'd'"])  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("item", [None, -1, 4])
-def test_where_the_host_cannot_say_it_the_group_is_named(item: int | None) -> None:
-    lost = sky.HostLost("gone", host="node1")
-    lost.__cause__ = sky.RemoteTraceback("", "node1", item=item)
-    error = failed(list(range(20)), lost, number=1)
-    assert notes(error) == ["in the map: one of items 1 to 4"]
-    assert not hasattr(error, "item_index")
-
-
 @pytest.mark.parametrize(
     ("item", "shown"),
     [(Rude(), "<Rude instance at 0x"), ("x" * 10_000, "'xxx"), ("\x1b[2Jboo", "'\\x1b[2Jboo'"), (10**5000, "")],
@@ -320,13 +231,6 @@ def test_an_item_is_shown_shortly_whatever_its_repr_does(item: object, shown: st
     assert len(note) < 150
 
 
-def test_an_error_that_takes_no_notes_is_raised_as_it_is() -> None:
-    class Closed(Exception):
-        __notes__ = 3
-
-    assert str(failed([1], Closed("mine"))) == "mine"
-
-
 def halved(number: int) -> float:
     return 1 / (number - 700)
 
@@ -336,12 +240,6 @@ def test_the_host_says_which_item_of_a_group_it_was() -> None:
         compute.map(halved, range(1000))
     assert caught.value.item_index == 700  # type: ignore[attr-defined]
     assert notes(caught.value) == ["in the map: item 700, 700"]
-
-
-def test_a_call_where_the_function_belongs() -> None:
-    with sky.Compute("local", ui="none") as compute:
-        with pytest.raises(sky.UsageError, match=r"write compute\.map\(halved, items\)"):
-            compute.map(sky.function(halved)(1), [1, 2])
 
 
 # ---- items of a group do not see each other
@@ -400,17 +298,6 @@ def test_results_that_are_more_than_fits_into_a_message(pool: sky.Compute) -> No
     found = pool.map(arrays, range(6000))
     assert [int(each[0][0]) for each in found] == list(range(6000))
     assert max(int(each[-1][-1]) for each in found) == 6000
-
-
-def test_a_result_as_plain_data_too() -> None:
-    kept = [0]
-
-    def keep(number: int) -> list[int]:
-        kept[0] = number
-        return kept
-
-    with sky.Compute("local", results="data", ui="none") as compute:
-        assert compute.map(keep, range(100)) == [[number] for number in range(100)]
 
 
 def test_a_result_that_cannot_be_pickled_has_the_index_of_its_item(pool: sky.Compute) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from stage.spot import until
-from test_files import SPEC, Served, fill, notices, tree
+from test_files import SPEC, Served, fill, tree
 
 from skyfab.errors import ProtocolError, UsageError
 from skyfab.files.source import PIECE
@@ -22,7 +22,7 @@ from skyfab.host import mirror as host_mirror
 from skyfab.pool import mirror
 from skyfab.pool.file_worker import Remote
 from skyfab.pool.mirror import Mirror
-from skyfab.ui.events import Event, Events
+from skyfab.ui.events import Event, Events, Notice
 
 
 @pytest.fixture(autouse=True)
@@ -46,6 +46,10 @@ def events() -> list[Event]:
 
 
 Open = Callable[..., Mirror]
+
+
+def notices(events: list[Event]) -> list[tuple[str | None, str]]:
+    return [(event.host, event.text) for event in events if isinstance(event, Notice)]
 
 
 @pytest.fixture
@@ -89,14 +93,6 @@ def test_what_appears_comes_and_what_is_removed_stays(here: Path, nodes: list[An
     assert str(made.reports[0]).startswith("n1: 3 files, 12 bytes; fetched 3, 12 bytes into results/, in ")
 
 
-def test_versions_of_a_file_are_counted_as_one(here: Path, nodes: list[Any], open_mirror: Open) -> None:
-    with open_mirror(to="results") as made:
-        for content in ("one", "three"):
-            fill(nodes[0].folder, ckpt__1_pt=content)
-            until(lambda expected=content: tree(here) == {"results/ckpt/1.pt": expected})
-    assert str(made.reports[0]).startswith("n1: 1 file, 5 bytes; fetched 2, 8 bytes into results/, in ")
-
-
 def test_what_is_here_is_not_sent_again_by_the_next_mirror(
     here: Path, nodes: list[Any], open_mirror: Open, events: list[Event]
 ) -> None:
@@ -107,10 +103,10 @@ def test_what_is_here_is_not_sent_again_by_the_next_mirror(
     assert not events
 
 
-@pytest.mark.parametrize("size", [10, PIECE + 10])
 def test_the_newest_comes_first_also_if_it_appears_later(
-    monkeypatch: pytest.MonkeyPatch, here: Path, nodes: list[Any], open_mirror: Open, size: int
+    monkeypatch: pytest.MonkeyPatch, here: Path, nodes: list[Any], open_mirror: Open
 ) -> None:
+    size = PIECE + 10
     monkeypatch.setattr(host_mirror, "_PASS", 1)
     nodes.append(node := Served("n3", nodes[0].folder.parent / "n3"))  # which has the changed limit
     folder = node.folder / "ckpt"
@@ -181,8 +177,10 @@ def test_a_file_that_somebody_appends_to_is_left_out(
     assert tree(here)["ckpt/log"].endswith("line\n")
 
 
-@pytest.mark.parametrize("size", [1000, 3 * PIECE])
-@pytest.mark.parametrize("change", ["rewritten", "replaced", "removed", "truncated"])
+@pytest.mark.parametrize(
+    ("change", "size"),
+    [("rewritten", 3 * PIECE), ("replaced", 3 * PIECE), ("removed", 1000), ("truncated", 1000)],
+)
 def test_a_file_that_changes_while_it_is_mirrored_is_never_half(
     here: Path, nodes: list[Any], open_mirror: Open, events: list[Event], size: int, change: str
 ) -> None:
@@ -251,40 +249,6 @@ def test_links(here: Path, tmp_path: Path, nodes: list[Any], open_mirror: Open, 
     ], "each once"
 
 
-@pytest.mark.slow
-def test_ten_thousand_files(here: Path, nodes: list[Any], open_mirror: Open) -> None:
-    folder = nodes[0].folder / "ckpt"
-    folder.mkdir()
-    for number in range(10_000):
-        (folder / f"{number}.txt").write_text(str(number))
-    made = open_mirror()
-    until(lambda: sum(1 for _ in here.rglob("*.txt")) == 10_000)
-    until(lambda: nodes[0].requests[-3:] == ["news"] * 3)
-    before = len(nodes[0].requests)
-    (folder / "new.txt").write_text("new")
-    until(lambda: (here / "ckpt" / "new.txt").exists())
-    assert [one for one in nodes[0].requests[before:] if one == "rows"] == ["rows"] * 3, "only what is new is listed"
-    made.stop()
-    assert made.reports[0].sent == 10_001
-
-
-def test_each_of_several_hosts_has_a_folder(here: Path, nodes: list[Any], open_mirror: Open) -> None:
-    for node in nodes:
-        fill(node.folder, ckpt__log=node.name)
-    reports = open_mirror(to="results", on=nodes).stop()
-    assert tree(here) == {"results/n1/ckpt/log": "n1", "results/n2/ckpt/log": "n2"}
-    assert [report.folder for report in reports] == ["results/n1", "results/n2"]
-
-
-def test_what_matches_nothing_until_the_end_is_named(
-    here: Path, nodes: list[Any], open_mirror: Open, events: list[Event]
-) -> None:
-    fill(nodes[0].folder, ckpt__a="a")
-    with open_mirror("ckpt", "nope", on=nodes):
-        pass
-    assert notices(events) == [("n2", "nothing to mirror: no file matches ckpt, nope")]
-
-
 def test_two_mirrors_into_one_folder_are_refused(here: Path, nodes: list[Any], open_mirror: Open) -> None:
     first = open_mirror(to="results")
     with pytest.raises(UsageError, match=f"another mirror writes to {here}/results"):
@@ -299,13 +263,6 @@ def test_nothing_is_mirrored_from_the_current_folder_itself(here: Path, nodes: l
     nodes[0].workdir.callers = True
     assert open_mirror(to="results").stop() == []
     assert not nodes[0].requests
-
-
-@pytest.mark.parametrize("limit", ["20", "20MB", "fast", "0MB/s", "-1MB/s", "1e9GB/s", ""])
-def test_an_invalid_limit(open_mirror: Open, limit: str) -> None:
-    with pytest.raises(UsageError, match="invalid limit") as caught:
-        open_mirror(limit=limit)
-    assert "20MB/s" in (caught.value.hint or "")
 
 
 def test_the_limit_holds_over_every_interval(
@@ -370,28 +327,6 @@ def test_a_full_disk_here_is_said_once_and_overcome(
     assert text.startswith("not mirrored: not enough space for these files: they need 2.0 kB, 1.0 kB is free")
 
 
-def test_a_full_disk_at_the_end_is_raised(
-    monkeypatch: pytest.MonkeyPatch, here: Path, nodes: list[Any], open_mirror: Open
-) -> None:
-    fill(nodes[0].folder, ckpt__1_pt="x" * 2000)
-    monkeypatch.setattr("skyfab.files.target.Target.room", 1000)
-    with pytest.raises(OSError, match="not enough space"), open_mirror():
-        pass
-    with pytest.raises(ZeroDivisionError), open_mirror():
-        raise ZeroDivisionError  # which that of the mirror does not replace
-
-
-def test_any_error_is_raised_at_the_end(
-    monkeypatch: pytest.MonkeyPatch, here: Path, nodes: list[Any], open_mirror: Open, events: list[Event]
-) -> None:
-    fill(nodes[0].folder, ckpt__1_pt="x")
-    monkeypatch.setattr("skyfab.files.target.Target.room", None)  # which no size is compared with
-    made = open_mirror()
-    until(lambda: notices(events))
-    with pytest.raises(TypeError):
-        made.stop()
-
-
 def row(path: str, **changes: Any) -> bytes:
     about = {"path": path, "kind": "f", "size": 3, "time": 0, "mode": 0o644, "link": "", **changes}
     return json.dumps({"value": [[list(about.values())], []]}).encode()
@@ -401,17 +336,13 @@ def row(path: str, **changes: Any) -> bytes:
     "says",
     [
         {"rows": row("../out")},
-        {"rows": row("/tmp/out")},
         {"rows": row("ckpt/../../out")},
         {"rows": row("elsewhere/1.pt")},
-        {"rows": row("ckpt/" + "d/" * 1500 + "x")},
         {"rows": row("ckpt/link", kind="l", link="../../out")},
-        {"rows": row("ckpt/1.pt", size=-1)},
         {"rows": b'{"value": [[], []]}'},
         {"news": b'{"value": "all"}'},
-        {"news": b"\xff"},
     ],
-    ids=["up", "absolute", "inner", "not-requested", "deep", "link", "size", "nothing", "news", "bytes"],
+    ids=["up", "inner", "not-requested", "link", "nothing", "news"],
 )
 def test_a_hostile_host_is_asked_no_more(
     here: Path, nodes: list[Any], open_mirror: Open, events: list[Event], says: dict[str, bytes]
@@ -452,18 +383,3 @@ def test_a_host_that_was_lost_is_asked_again(
     again = nodes[0].requests[lost[0] :].count("piece")
     assert again <= 20 - 12 + 5, "only what was on its way is sent twice"
     assert notices(events) == [("n1", "not mirrored: it was lost during the transfer")]
-
-
-def test_leaving_takes_nothing_more(here: Path, nodes: list[Any], open_mirror: Open, events: list[Event]) -> None:
-    (nodes[0].folder / "ckpt").mkdir()
-    (nodes[0].folder / "ckpt" / "large.pt").write_bytes(bytes(20 * PIECE))
-    made = open_mirror(limit="1kB/s")
-    until(lambda: "piece" in nodes[0].requests)
-    made.leave()
-    count = len(nodes[0].requests)
-    assert made.stop()[0].sent == 0
-    assert len(nodes[0].requests) == count
-    assert not events
-    assert tree(here).keys() == {f"ckpt/{path.name}" for path in (here / "ckpt").glob(".*.part")}
-    open_mirror().stop()
-    assert tree(here).keys() == {"ckpt/large.pt"}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +13,7 @@ from skyfab.inventory.inventory import Inventory
 from skyfab.pool.node import Node, Owner, WorkerSpec
 from skyfab.protocol import codec, messages
 from skyfab.protocol.blobs import LARGE
-from skyfab.session.lines import Lines
-from skyfab.ui.events import Event, Events, HostState, Importing, Output
+from skyfab.ui.events import Event, Events, HostState
 
 PLAN = WorkerSpec(tree="", env={}, info={})
 
@@ -92,14 +89,6 @@ def test_what_an_agent_says_late_does_not_fail_an_upload_to_its_successor(node: 
     assert len(caller.streams) == 1
 
 
-def test_samples_of_large_arguments_are_remembered_up_to_a_number(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("skyfab.pool.host_store._SAMPLES", 3)
-    for number in range(10):
-        node.store._is_repeated(memoryview(bytes([number]) * LARGE))
-    assert len(node.store._seen) == 3
-    assert node.store._is_repeated(memoryview(bytes([9]) * LARGE)), "and the last ones are known again"
-
-
 # ---- what is sent once
 
 
@@ -157,19 +146,6 @@ def test_the_function_used_longest_ago_is_forgotten_first(node: Node, monkeypatc
     assert [each.digests for each in session.sent if isinstance(each, messages.Forget)] == [["two"]]
 
 
-def test_the_next_agent_is_sent_everything_again(node: Node) -> None:
-    call(node, bytes(LARGE))
-    session_of(node).answers[0](messages.Done(), [])
-    node.store._trees.add("tree")
-    node.reset(FakeSession())  # type: ignore[arg-type]
-    session = session_of(node)
-    call(node, bytes(LARGE))
-    assert session.ops == ["blob"]
-    session.answers[0](messages.Done(), [])
-    assert session.ops == ["spawn", "function", "call"]
-    assert not node.store.knows(SimpleNamespace(digest="tree"))  # type: ignore[arg-type]
-
-
 # ---- large arguments
 
 
@@ -198,24 +174,6 @@ def test_a_large_argument_of_one_call_travels_with_it_and_is_stored_when_it_come
     assert session.ops == ["call"], "and this one is not large"
 
 
-def test_arguments_are_shared_where_the_caller_says_so(node: Node) -> None:
-    arguments = codec.Payload(b"a", [memoryview(bytes(LARGE))])
-    function = PackedFunction("digest", codec.Payload(b"f"))
-    node.call("solo.0", PLAN, packed(function, arguments), caller=FakeCaller())
-    assert session_of(node).ops == ["spawn", "function", "call"]
-
-
-def test_large_arrays_of_a_function_are_stored(node: Node) -> None:
-    session, caller = session_of(node), FakeCaller()
-    function = PackedFunction("digest", codec.Payload(b"f", [memoryview(bytes(LARGE)), memoryview(b"small")]))
-    node.call("solo.0", PLAN, packed(function, codec.Payload(b"a")), caller=caller)
-    assert session.ops == ["blob"]
-    session.answers[0](messages.Done(), [])
-    assert session.data[2] == [b"f", b"small"]
-    name, size = session.sent[1].parts[1]
-    assert (len(name), size, session.sent[1].parts[2]) == (64, LARGE, 5)
-
-
 def test_a_host_that_cannot_store_an_argument_fails_its_call_once(node: Node) -> None:
     session, caller = session_of(node), FakeCaller()
     arguments = codec.Payload(b"a", [memoryview(bytes([each]) * LARGE) for each in (1, 2)])
@@ -226,18 +184,6 @@ def test_a_host_that_cannot_store_an_argument_fails_its_call_once(node: Node) ->
     second(messages.Failed(text="its disk is full", hint="make room"), [])
     assert [(type(error), error.hint) for error in caller.errors] == [(sky.HostUnfit, "make room")]  # type: ignore[attr-defined]
     assert caller.streams == []
-
-
-def test_a_call_waits_for_all_its_arguments(node: Node) -> None:
-    session, caller = session_of(node), FakeCaller()
-    arguments = codec.Payload(b"a", [memoryview(bytes([each]) * LARGE) for each in (1, 2)])
-    function = PackedFunction("d", codec.Payload(b"f"))
-    node.call("solo.0", PLAN, packed(function, arguments), caller=caller, store="all")
-    first, second = session.answers
-    first(messages.Done(), [])
-    assert caller.streams == []
-    second(messages.Done(), [])
-    assert len(caller.streams) == 1
 
 
 def test_a_host_that_is_lost_meanwhile_fails_the_call(node: Node) -> None:
@@ -274,12 +220,6 @@ class FakeTree:
         return self.contents[name]
 
 
-def test_a_host_that_does_not_say_what_it_lacks(node: Node) -> None:
-    session_of(node).ask = lambda message: messages.Done()  # type: ignore[method-assign]
-    with pytest.raises(sky.ProtocolError, match="not a reply to has"):
-        node.store.sync(FakeTree())  # type: ignore[arg-type]
-
-
 def test_a_project_is_sent_once_and_only_what_is_missing(node: Node) -> None:
     session, tree = session_of(node), FakeTree()
     session.missing = ["blob2", "never offered"]
@@ -291,39 +231,6 @@ def test_a_project_is_sent_once_and_only_what_is_missing(node: Node) -> None:
     assert node.store.knows(tree)  # type: ignore[arg-type]
     assert node.store.sync(tree)  # type: ignore[arg-type]
     assert len(session.asked) == 2
-
-
-def test_a_file_that_changed_meanwhile_is_said(node: Node) -> None:
-    session, tree = session_of(node), FakeTree()
-    session.missing = ["blob2"]
-    tree.contents["blob2"] = None
-    assert not node.store.sync(tree)  # type: ignore[arg-type]
-    assert not node.store.knows(tree)  # type: ignore[arg-type]
-
-
-def test_a_file_that_cannot_be_stored_is_raised(node: Node) -> None:
-    session, tree = session_of(node), FakeTree()
-    session.missing = ["blob1"]
-    session.wait = lambda done: session.answers[0](messages.Failed(text="full", hint=""), []) or done()
-    with pytest.raises(sky.HostUnfit, match="full"):
-        node.store.sync(tree)  # type: ignore[arg-type]
-
-
-def test_a_large_project_is_sent_in_portions(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A file is read when those before it have arrived: not all of them are in memory at once."""
-    monkeypatch.setattr("skyfab.pool.host_store._HELD", 0)
-    session, tree, sent = session_of(node), FakeTree(), list[int]()
-    session.missing = ["blob1", "blob2"]
-
-    def wait(done: Callable[[], bool]) -> bool:
-        sent.append(len(session.sent))
-        for answer in session.answers[len(sent) - 1 : len(sent)]:
-            answer(messages.Done(), [])
-        return done()
-
-    session.wait = wait
-    assert node.store.sync(tree)  # type: ignore[arg-type]
-    assert sent == [1, 2, 2]
 
 
 def test_a_file_that_is_on_its_way_is_not_sent_twice(node: Node) -> None:
@@ -339,13 +246,6 @@ def test_a_file_that_is_on_its_way_is_not_sent_twice(node: Node) -> None:
 # ---- the host
 
 
-def test_gpus_are_those_of_the_agent_unless_some_are_named(node: Node) -> None:
-    assert node.gpus == (0, 1)
-    named = Node(0, sky.Host(name="node1", gpus=(1,)), Inventory.of(None), Owner(Events()))
-    named.reset(FakeSession())  # type: ignore[arg-type]
-    assert named.gpus == (1,)
-
-
 def test_a_host_is_lost_for_the_first_reason_and_only_when_its_session_has_ended(node: Node) -> None:
     error = sky.HostLost("gone", host="node1")
     node.note_lost(error)
@@ -356,71 +256,7 @@ def test_a_host_is_lost_for_the_first_reason_and_only_when_its_session_has_ended
     assert repr(node.lost) == repr(error)
 
 
-def test_closing_closes_the_session_and_the_users_connection(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    ended: list[object] = []
-    monkeypatch.setattr("skyfab.ssh.fabric.hang_up", ended.append)
-    node.close()
-    assert session_of(node).closed
-    assert ended == []
-    node._connection = "a connection"
-    node.close()
-    assert ended == ["a connection"]
-
-
-def test_calls_are_cancelled_and_taken_back_by_their_numbers(node: Node) -> None:
-    node.cancel(5)
-    node.cancel(7, 9, begun=False)
-    assert session_of(node).sent == [messages.Cancel(streams=[5]), messages.Cancel(streams=[7, 9], begun=False)]
-
-
-def test_a_call_that_must_keep_its_place_is_sent_at_once(node: Node) -> None:
-    session, caller = session_of(node), FakeCaller()
-    content = packed(PackedFunction("d", codec.Payload(b"f")), codec.Payload(b"a", [memoryview(bytes(LARGE))]))
-    for _ in range(2):
-        generation = node.call("solo.0", PLAN, content, caller=caller, store="none")
-    assert session.ops == ["spawn", "function", "call", "call"]
-    assert node.has_worker("solo.0", generation)
-    assert not node.has_worker("solo.0", generation + 1)
-
-
 # ---- events
-
-
-def member(rank: int | None) -> Any:
-    made: Any = SimpleNamespace(shown_rank=rank, exits=0)
-
-    def exited() -> None:
-        made.exits += 1
-
-    made.exited = exited
-    return made
-
-
-def test_output_has_the_rank_of_its_process(node: Any, found: list[Event]) -> None:
-    node.members = {"gang1.0": member(3)}
-    node.on_output("gang1.0", Lines("stderr", [("one", "\n"), ("two", "\r")]))
-    node.on_output("solo.0", Lines("stdout", [("three", "\n")]))
-    common: dict[str, Any] = {"host": "node1", "rank": 3, "stream": "stderr"}
-    assert found == [
-        Output(**common, text="one"),
-        Output(**common, text="two", end="\r"),
-        Output(host="node1", rank=None, stream="stdout", text="three"),
-    ]
-
-
-def test_imports_of_workers_that_are_there_are_told(node: Any, found: list[Event]) -> None:
-    node._workers["gang1.0"] = (None, 1)
-    node.members = {"gang1.0": member(3)}
-    node.on_import("gang1.0", "torch")
-    node.on_import("gang0.0", "jax")
-    assert found == [Importing(host="node1", rank=3, worker="gang1.0", module="torch")]
-
-
-def test_the_gang_is_told_when_a_member_exits(node: Any) -> None:
-    node.members = {"gang1.0": member(0), "gang1.1": member(1)}
-    node.on_exit("gang1.0", 1)
-    node.on_exit("solo.0", 2)
-    assert [one.exits for one in node.members.values()] == [1, 0]
 
 
 @pytest.mark.parametrize(
@@ -449,12 +285,3 @@ def test_where_no_host_answers_the_network_here_is_suspected(
 def test_a_host_that_is_back_is_told(node: Any, found: list[Event]) -> None:
     node.on_reconnect(2.04)
     assert found == [HostState(host="node1", state="ready", detail="back after 2.0 s")]
-
-
-def test_a_host_of_a_detached_run_is_lost_and_that_is_all() -> None:
-    node: Any = FakeNode(0)
-    error = sky.HostLost("gone")
-    owner = Owner(Events())
-    owner.on_lost(node, error)
-    assert node.lost is error
-    assert not Node(0, sky.Host(name="a"), sky.Inventory(hosts={}), owner).others_respond()

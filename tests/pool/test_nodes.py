@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import resource
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,11 +11,8 @@ import pytest
 from stage.fakes import FakeNode, FakeSession
 
 import skyfab as sky
-from skyfab.pool import nodes as module
 from skyfab.pool.node import Node
-from skyfab.pool.nodes import Nodes, close_all, make_room, named, open_all, tell_files
-from skyfab.pool.workdir import Workdir
-from skyfab.protocol import messages
+from skyfab.pool.nodes import Nodes, make_room, named, open_all
 from skyfab.session.timing import Timing
 from skyfab.ui.events import Event, Events, HostState
 
@@ -37,9 +33,6 @@ class Images:
 
     def setup(self, host: sky.Host) -> str:
         return ""
-
-    def variables(self, host: sky.Host) -> dict[str, str]:
-        return {"A": "b"}
 
 
 class Stage:
@@ -82,15 +75,6 @@ def fake_close(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- events
 
 
-def test_a_lost_host_is_waited_for_and_its_calls_move(stage: Stage) -> None:
-    node = stage.node()
-    error = sky.HostLost("gone", host="node0")
-    node.on_lost(error)
-    assert stage.expected == [(node, error)]
-    assert stage.found == [HostState(host="node0", state="lost", detail="gone")]
-    assert stage.advanced == 1
-
-
 def test_a_host_that_is_none_of_ours_is_not_waited_for(stage: Stage) -> None:
     node = stage.node()
     error = sky.HostLost("gone", host="node0")
@@ -128,28 +112,6 @@ def test_each_host_gets_a_node_with_a_session_and_a_working_folder(stage: Stage)
     assert nodes.nodes is made
 
 
-@pytest.mark.parametrize(("gpus", "visible"), [("auto", None), ((1, 3), "1,3")])
-def test_a_solo_call_sees_a_world_of_its_own(stage: Stage, gpus: Any, visible: str | None) -> None:
-    agent = SimpleNamespace(hostname="box", address="192.0.2.1")
-    host = sky.Host(name="node1", gpus=gpus)
-    node: Any = SimpleNamespace(index=2, agent=agent, host=host, gpus=(1, 3))
-    stage.owner.nodes = [node] * 3
-    spec = stage.owner.solo_spec(node, "tree")
-    assert spec.tree == "tree"
-    assert spec.env.get("CUDA_VISIBLE_DEVICES") == visible
-    assert spec.env["A"] == "b"
-    assert spec.info == {
-        "node": 2,
-        "total_nodes": 3,
-        "hostname": "box",
-        "head_addr": "192.0.2.1",
-        "accelerators": 2,
-        "total_accelerators": 2,
-        "peers": ["192.0.2.1"],
-        "job_id": stage.owner.job,
-    }
-
-
 # ---- opening
 
 
@@ -164,14 +126,6 @@ def opened(stage: Stage, *errors: BaseException | None) -> tuple[list[Any], list
     return nodes, settled
 
 
-def test_hosts_are_opened_and_told(stage: Stage) -> None:
-    nodes, settled = opened(stage, None, None)
-    assert {*settled} == {*nodes}
-    assert not any(node.session.closed for node in nodes)
-    assert [event.state for event in stage.found[:2]] == ["connecting", "connecting"]  # type: ignore[attr-defined]
-    assert {str(event) for event in stage.found[2:]} == {f"node{n}: ready (Python 3.12.1)" for n in (0, 1)}
-
-
 def test_the_one_host_that_fails_is_raised_as_it_is_and_the_others_are_closed(stage: Stage) -> None:
     error = sky.HostLost("no route", host="node1")
     with pytest.raises(sky.HostLost) as raised:
@@ -183,37 +137,10 @@ def test_the_one_host_that_fails_is_raised_as_it_is_and_the_others_are_closed(st
     assert HostState(host="node1", state="failed", detail="no route") in stage.found
 
 
-def test_several_hosts_that_fail_are_raised_together_in_their_order(stage: Stage) -> None:
-    errors = [sky.HostLost("no route", host="node0"), None, sky.HostUnfit("old", host="node2")]
-    with pytest.raises(sky.PoolError, match="2 of 3 hosts failed") as raised:
-        opened(stage, *errors)
-    assert list(raised.value.exceptions) == [errors[0], errors[2]]
-
-
 def test_ctrl_c_while_hosts_are_opened_closes_them_all(stage: Stage) -> None:
     with pytest.raises(KeyboardInterrupt):
         opened(stage, None, KeyboardInterrupt())
     assert all(node.session.closed for node in stage.nodes)  # type: ignore[attr-defined]
-
-
-def test_an_interrupt_while_hosts_are_closed_leaves_the_rest_to_the_end_of_the_program(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    registered: list[Any] = []
-    monkeypatch.setattr(module, "atexit", SimpleNamespace(register=registered.append))
-    node: Any = FakeNode(0)
-    close_all([node])
-    assert node.session.closed
-    assert registered == []
-
-    def interrupted(_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(FakeNode, "close", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        close_all([node])
-    assert registered == [module.end_all]  # type: ignore[attr-defined]
-    close_all([node])  # it is not waited for again
 
 
 @pytest.mark.parametrize(
@@ -254,34 +181,3 @@ def test_a_host_is_chosen_by_its_name_or_as_the_first() -> None:
         with pytest.raises(sky.UsageError, match=message) as raised:
             named(nodes, name)
         assert "node0, node1" in str(raised.value.hint)
-
-
-@pytest.mark.parametrize(
-    ("how", "asked", "told"),
-    [
-        *(("kept", True, True), ("late", True, False), ("rubbish", True, False), ("failed", True, False)),
-        *(("temp", False, False), ("lost", False, False), ("silent", False, False), ("local", False, False)),
-    ],
-)
-def test_files_that_were_written_on_other_machines_are_told(stage: Stage, how: str, asked: bool, told: bool) -> None:
-    node: Any = stage.node()
-    node.workdir = Workdir("" if how == "temp" else "data")
-    node.host = sky.Host(name="node0", transport="local" if how == "local" else "openssh")
-    node.lost = sky.HostLost("gone") if how == "lost" else None
-    node.session.responds = how != "silent"
-    about = {"count": 1, "size": 5, "names": ["a"], "complete": True, "common": "a"}
-    text = "x" if how == "rubbish" else json.dumps([{"workdir": "data", **about}, {"workdir": "other", **about}])
-    answer = messages.Failed(text=text) if how == "failed" else messages.Done(text=text)
-
-    def wait(done: Any, seconds: float) -> bool:
-        assert not done()
-        if how != "late":
-            node.session.answers[0](answer, [])
-        return bool(done())
-
-    node.session.wait = wait
-    tell_files([node], sky.Inventory(hosts={}), Events())
-    assert node.session.sent == [], "nobody wants to know"
-    tell_files([node], sky.Inventory(hosts={}), stage.events)
-    assert bool(node.session.sent) is asked
-    assert [str(event.path) for event in stage.found] == ["~/.cache/skyfab/files/data"] * told  # type: ignore[attr-defined]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +11,6 @@ from stage.fakes import FakeNode
 from stage.spot import until
 
 import skyfab as sky
-from skyfab._util.signals import SIGNAL_GUARD
-from skyfab.calls.image import Image
-from skyfab.calls.project import Project
 from skyfab.pool.project_sync import ProjectSync
 from skyfab.session.reader import SharedReader
 
@@ -91,34 +86,6 @@ def test_an_edit_counts_though_a_signal_has_interrupted_the_call_that_has_sent_i
     assert plans == ["old", "new"]
 
 
-def test_a_thread_that_waits_while_the_pool_is_closed_and_opened_again_syncs_the_new_nodes(
-    sync: ProjectSync, project: FakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It noted that the old nodes had everything, and the new ones were called without the project's files."""
-    before, after, plans = FakeNode(), FakeNode(), list[str]()
-    before.lost = sky.HostLost("closed", host="node1")
-    sync.open([before])  # type: ignore[list-item]
-    read = project.tree
-
-    def reopen() -> FakeTree:
-        monkeypatch.undo()
-        sync.begin()
-        sync.open([after])  # type: ignore[list-item]
-        return read()
-
-    monkeypatch.setattr(project, "tree", reopen)
-    sync.digest(plans.append)
-    sync.digest(plans.append)
-    assert after.store.trees == {"old"}
-    assert plans == ["old"]
-
-
-def test_a_thread_that_waits_while_the_pool_is_closed_is_told(sync: ProjectSync) -> None:
-    sync.begin()
-    with pytest.raises(sky.UsageError, match="the pool was closed"):
-        sync.digest(lambda digest: None)
-
-
 def test_a_host_that_is_lost_while_it_is_sent_files_is_nothing_to_the_others(sync: ProjectSync) -> None:
     lost, there = FakeNode(), FakeNode()
 
@@ -149,27 +116,6 @@ def test_a_change_while_a_node_is_taken_back_reaches_it_before_calls_do(
     back.store.on_sync = edit
     sync.take_back(back, lambda: known.append(set(back.store.trees)))  # type: ignore[arg-type]
     assert known == [{"old", "new"}]
-
-
-def test_a_file_that_is_added_between_reading_new_folders_and_watching_them_is_seen(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "first.py").touch()
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "second.py").touch()
-    project = Project(Image(includes=[str(tmp_path)]))
-    watch = project._changes.watch
-
-    def add_first(folders: Any) -> None:
-        if folders:  # they have been read
-            (tmp_path / "inner" / "added.py").touch()
-        watch(folders)
-
-    monkeypatch.setattr(project._changes, "watch", add_first)
-    project.tree()
-    monkeypatch.undo()
-    assert any(inner.endswith("inner/added.py") for inner, _ in project.tree().files)
-    project.close()
 
 
 def test_the_thread_that_reads_cannot_wait_for_hosts_to_have_new_files(sync: ProjectSync, project: FakeProject) -> None:
@@ -252,78 +198,3 @@ def test_a_file_that_changes_while_one_node_is_sent_it_is_sent_to_all(sync: Proj
     sync.open([fast, slow])  # type: ignore[list-item]
     assert sync.digest(lambda digest: None) == "newer"
     assert "newer" in fast.store.trees & slow.store.trees
-
-
-def test_a_handler_that_raises_leaves_slots_with_the_version_that_is_noted(
-    sync: ProjectSync, project: FakeProject
-) -> None:
-    """Or else a call that the handler makes notes a newer one, and slots are left with the older one until an edit."""
-
-    def stop(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    used: list[str] = []
-
-    def use_tree(digest: str) -> None:
-        used.append(digest)
-        signal.raise_signal(signal.SIGUSR1)
-
-    sync.open([FakeNode()])  # type: ignore[list-item]
-    before = signal.signal(signal.SIGUSR1, stop)
-    SIGNAL_GUARD.watch()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            sync.digest(use_tree)
-    finally:
-        SIGNAL_GUARD.leave()
-        signal.signal(signal.SIGUSR1, before)
-    assert used == ["old"]
-    assert sync.tree is project.now  # type: ignore[comparison-overlap]
-
-
-def test_a_file_that_changes_while_a_node_is_taken_back_is_left_to_the_next_call(
-    sync: ProjectSync, project: FakeProject
-) -> None:
-    other, back, accepted = FakeNode(), FakeNode(), list[str]()
-    sync.open([other])  # type: ignore[list-item]
-    sync.digest(lambda digest: None)
-    back.store.sync = lambda tree: False  # type: ignore[method-assign]
-    sync.take_back(back, lambda: accepted.append("back"))  # type: ignore[arg-type]
-    assert accepted == ["back"]
-    sync.open([other, back])  # type: ignore[list-item]
-    back.store.sync = lambda tree: back.store.trees.add(tree.digest) or True  # type: ignore[func-returns-value,method-assign]
-    sync.digest(lambda digest: None)
-    assert back.store.trees == {"old"}
-
-
-def test_a_node_that_has_everything_is_taken_back_without_more(sync: ProjectSync, project: FakeProject) -> None:
-    back, accepted = FakeNode(), list[str]()
-    back.store.on_sync = lambda: pytest.fail("it was sent something")
-    sync.take_back(back, lambda: accepted.append("before the first call"))  # type: ignore[arg-type]
-    back.store.trees.add("old")
-    sync.open([back])  # type: ignore[list-item]
-    sync.digest(lambda digest: None)
-    sync.take_back(back, lambda: accepted.append("after it"))  # type: ignore[arg-type]
-    assert accepted == ["before the first call", "after it"]
-
-
-def test_what_cannot_be_read_ahead_is_an_error_of_the_first_call(
-    sync: ProjectSync, project: FakeProject, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    read: list[str] = []
-
-    def unreadable(**_: object) -> FakeTree:
-        read.append("tried")
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(project, "tree", unreadable)
-    sync.read_ahead()
-    assert read == ["tried"]
-    sync.open([])
-    with pytest.raises(PermissionError):
-        sync.digest(lambda digest: None)
-
-
-def test_the_project_is_closed_with_the_pool(sync: ProjectSync, project: FakeProject) -> None:
-    sync.close()
-    assert project.is_closed

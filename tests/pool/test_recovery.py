@@ -149,42 +149,6 @@ def test_a_host_that_cannot_be_reached_is_tried_until_it_can(node: LostNode, beg
     until(lambda: not threads())
 
 
-def test_a_lost_host_is_lost_at_once_and_tried_by_one_thread(node: LostNode, begin: Begin) -> None:
-    node.lost, gate = None, threading.Event()
-    node.attempts = [lambda: gate.wait(30) and None]
-    home = begin(lambda _, accept: accept())
-    home.expect(node, GONE)  # type: ignore[arg-type]
-    home.expect(node, GONE)  # type: ignore[arg-type]
-    assert node.lost is GONE
-    assert len(threads()) == 1
-    gate.set()
-    until(lambda: node.lost is None)
-    until(lambda: not threads())
-
-
-def test_a_node_is_lost_and_tried_later_if_there_is_no_thread_for_it(
-    node: LostNode, begin: Begin, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    node.lost = None
-    home = begin(lambda _, accept: accept())
-    with monkeypatch.context() as patch:
-        patch.setattr(threading.Thread, "start", lambda thread: fail_without_threads())
-        home.expect(node, GONE)  # type: ignore[arg-type]
-    assert node.lost is GONE
-    home.expect(node, GONE)  # type: ignore[arg-type]
-    until(lambda: node.lost is None)
-    until(lambda: not threads())
-
-
-def test_the_agent_before_is_ended(node: LostNode, begin: Begin) -> None:
-    ended: list[bool] = []
-    node.session.end_agent = lambda stopped: ended.append(stopped())
-    home = begin(lambda _, accept: accept())
-    home.expect(node, GONE)  # type: ignore[arg-type]
-    until(lambda: ended == [False])
-    until(lambda: not threads())
-
-
 def test_closing_ends_an_attempt_and_nothing_is_tried_until_the_pool_is_open_again(
     node: LostNode, begin: Begin
 ) -> None:
@@ -208,35 +172,4 @@ def test_closing_ends_an_attempt_and_nothing_is_tried_until_the_pool_is_open_aga
     home.begin()
     home.expect(node, GONE)  # type: ignore[arg-type]
     until(lambda: node.lost is None)
-    until(lambda: not threads())
-
-
-def test_a_session_that_is_made_while_the_pool_closes_is_not_opened(node: LostNode, begin: Begin) -> None:
-    home = begin(lambda _, accept: accept())
-    make = home._session_for
-
-    def late(which: Any) -> Any:
-        home._over.set()
-        return make(which)
-
-    home._session_for = late
-    node.attempts = [lambda: pytest.fail("opened")]
-    home.expect(node, GONE)  # type: ignore[arg-type]
-    until(lambda: not threads())
-    assert len(node.made) == 1
-    assert node.lost is GONE
-
-
-def test_the_agent_before_may_end_by_itself_meanwhile(node: LostNode, begin: Begin) -> None:
-    """An exception that is not handled in a thread fails a test."""
-    asked = threading.Event()
-
-    def end(stopped: Callable[[], bool]) -> None:
-        asked.set()
-        raise BrokenPipeError
-
-    node.session.end_agent = end
-    home = begin(lambda _, accept: accept())
-    home.expect(node, GONE)  # type: ignore[arg-type]
-    assert asked.wait(30)
     until(lambda: not threads())

@@ -158,12 +158,6 @@ def test_an_ipv6_network_will_do(host: Make) -> None:
     assert places(by_link) == ["10.0.0.1 (eth0)", "10.0.0.2 (eth0)"]
 
 
-def test_other_hosts_try_the_address_of_the_login_first_and_ipv6_last(host: Make) -> None:
-    told = ("eth1 fd00::1/64", "eth0 10.0.0.1/24", "eth2 10.2.0.1/24")
-    nodes = [host(1, *told, reached="10.2.0.1"), host(2, "eth0 10.0.0.2/24")]
-    assert [one.address for one in Candidates(nodes).of(nodes[0])] == ["10.2.0.1", "10.0.0.1", "fd00::1"]
-
-
 def test_a_host_faces_another_with_an_address_of_the_same_kind(host: Make) -> None:
     nodes = [host(1, "eth0 10.0.0.1/24", "eth1 fd00::1/64"), host(2, "eth0 10.0.0.2/24")]
     found = Candidates(nodes)

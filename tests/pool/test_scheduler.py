@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from stage.fakes import EndsTheProgram, FakeNode, packed, raised, result
+from stage.fakes import EndsTheProgram, FakeNode, packed, result
 from stage.threads import at_once
 
 import skyfab as sky
@@ -179,34 +179,15 @@ def test_calls_spread_over_the_hosts_and_the_next_one_waits() -> None:
     assert third.future.node is nodes[1]  # type: ignore[comparison-overlap]
 
 
-def test_calls_of_unknown_length_are_given_one_at_a_time(clock: Clock) -> None:
-    node = FakeNode(1)
-    first, _ = add(queue_over(node), 2)
-    assert node.callers == [first]
-
-
-def test_short_calls_are_given_ahead_up_to_a_number(clock: Clock) -> None:
+@pytest.mark.parametrize(("seconds", "size", "ahead"), [(0.0001, 10, 32), (0.0021, 10, 4), (0.0001, 64 * 1024, 1)])
+def test_small_calls_are_given_ahead_as_many_as_last_a_hundredth_of_a_second(
+    clock: Clock, seconds: float, size: int, ahead: int
+) -> None:
     node = FakeNode(1)
     queue = queue_over(node)
-    answer_quickly(queue, node, clock)
-    add(queue, 40)
-    assert len(node.callers) == 32
-
-
-def test_as_many_are_given_ahead_as_last_a_hundredth_of_a_second(clock: Clock) -> None:
-    node = FakeNode(1)
-    queue = queue_over(node)
-    answer_quickly(queue, node, clock, 0.0021)
-    add(queue, 40)
-    assert len(node.callers) == 4
-
-
-def test_nothing_large_is_given_ahead(clock: Clock) -> None:
-    node = FakeNode(1)
-    queue = queue_over(node)
-    answer_quickly(queue, node, clock)
-    add(queue, 2, size=64 * 1024)
-    assert len(node.callers) == 1
+    answer_quickly(queue, node, clock, seconds)
+    add(queue, 40, size=size)
+    assert len(node.callers) == ahead
 
 
 def test_nothing_is_given_ahead_of_a_call_that_takes_long(clock: Clock) -> None:
@@ -232,22 +213,6 @@ def test_a_call_that_needs_another_process_is_not_given_ahead(clock: Clock) -> N
     assert node.specs == [PLAN]
     first.answered(*result(None))
     assert node.specs == [PLAN, CHANGED, CHANGED]
-
-
-def test_calls_for_one_host_do_not_hold_up_calls_for_another() -> None:
-    nodes = [FakeNode(1), FakeNode(2)]
-    queue = queue_over(*nodes)
-    add(queue, 2, on=nodes[0])
-    (free,) = add(queue, 1)
-    assert nodes[1].callers == [free]
-
-
-def test_a_call_is_made_with_what_it_was_given() -> None:
-    node = FakeNode(1)
-    one = Task(packed(timeout=3.0))
-    one.each = True
-    queue_over(node).add(one)
-    assert node.options == [{"each": True, "begin": None}]
 
 
 # ---- the fast path
@@ -339,22 +304,6 @@ def test_a_reserved_slot_is_nobody_elses_until_it_is_released(clock: Clock) -> N
     assert node.callers == [waiting]
 
 
-def test_no_slot_of_a_lost_host_is_reserved() -> None:
-    lost, there = FakeNode(1), FakeNode(2)
-    queue = queue_over(lost, there)
-    lost.lost = sky.HostLost("gone", host="node1")
-    slot = queue._reserve()
-    assert slot is not None
-    assert slot.node is there  # type: ignore[comparison-overlap]
-
-
-def test_nothing_is_reserved_past_calls_that_wait() -> None:
-    nodes = [FakeNode(1), FakeNode(2)]
-    queue = queue_over(*nodes)
-    add(queue, 2, on=nodes[0])
-    assert queue._reserve() is None
-
-
 # ---- calls that come back
 
 
@@ -384,14 +333,6 @@ def test_a_call_whose_worker_never_starts_fails_in_the_end() -> None:
         one.answered(ended("unstarted"), [])
     assert isinstance(one.future.exception(0), sky.WorkerDied)
     assert len(node.callers) == 100
-
-
-def test_a_call_may_be_taken_back_any_number_of_times() -> None:
-    (one,) = add(queue_over(FakeNode(1)), 1)
-    for _ in range(101):
-        one.answered(ended("unassigned"), [])
-    one.answered(*result("at last"))
-    assert one.future.result(0) == "at last"
 
 
 def test_a_call_that_was_cancelled_meanwhile_is_not_made_again() -> None:
@@ -428,57 +369,11 @@ def test_what_was_given_ahead_behind_a_long_call_is_taken_back_for_an_idle_worke
     assert clock.timers == [], "nobody is idle any more"
 
 
-def test_calls_that_are_taken_back_keep_their_order_and_those_of_a_busy_host_stay(clock: Clock) -> None:
-    nodes = [FakeNode(1), FakeNode(2)]
-    queue = queue_over(*nodes)
-    answer_quickly(queue, nodes[0], clock)
-    nodes[1].lost = sky.HostLost("for a moment", host="node2")
-    tasks = add(queue, 3) + add(queue, 1, on=nodes[0]) + add(queue, 1)
-    nodes[1].lost = None
-    (busy,) = add(queue, 1, on=nodes[1])
-    for stream, each in enumerate(tasks):
-        each.sent(stream)
-    assert nodes[0].callers == tasks
-    clock.now += 1
-    queue._take_back()
-    assert nodes[0].unassigned == [], "no worker is idle"
-    busy.answered(*result(None))
-    queue._take_back()
-    assert nodes[0].unassigned == [4, 2, 1]
-    for stream in nodes[0].unassigned:
-        tasks[stream].answered(ended("unassigned"), [])
-    assert nodes[1].callers == [busy, tasks[4]]
-    tasks[4].answered(*result(None))
-    assert nodes[1].callers[2:] == [tasks[1]]
-    tasks[1].answered(*result(None))
-    assert nodes[1].callers[3:] == [tasks[2]]
-
-
-def test_nothing_is_taken_back_from_calls_that_are_quick(clock: Clock) -> None:
-    nodes = [FakeNode(1), FakeNode(2)]
-    queue = queue_over(*nodes)
-    for node in nodes:
-        answer_quickly(queue, node, clock)
-    add(queue, 2, on=nodes[0])
-    queue._take_back()
-    assert nodes[0].unassigned == []
-
-
-def test_a_lost_host_gives_nothing_back_and_that_is_no_error(clock: Clock) -> None:
-    nodes = [FakeNode(1), FakeNode(2)]
-    queue = queue_over(*nodes)
-    answer_quickly(queue, nodes[0], clock)
-    add(queue, 2, on=nodes[0])
-    clock.now += 1
-    nodes[0].is_gone = True
-    queue._take_back()
-
-
 # ---- failures
 
 
-@pytest.mark.parametrize("retries", [1, 2])
-def test_a_call_with_retries_moves_to_another_host_so_often(retries: int) -> None:
+def test_a_call_with_retries_moves_to_another_host_so_often() -> None:
+    retries = 2
     nodes = [FakeNode(number) for number in range(4)]
     told: list[tuple[str, type]] = []
     queue = Scheduler(lambda label, host: lambda error: told.append((host, type(error))))
@@ -493,25 +388,6 @@ def test_a_call_with_retries_moves_to_another_host_so_often(retries: int) -> Non
     assert isinstance(one.future.exception(0), sky.HostLost)
 
 
-def test_only_a_lost_host_is_a_reason_to_move() -> None:
-    nodes = [FakeNode(1), FakeNode(2)]
-    (one,) = add(queue_over(*nodes), 1, retries=1)
-    one.failed(sky.HostUnfit("its disk is full", host="node1"))
-    assert isinstance(one.future.exception(0), sky.HostUnfit)
-    assert nodes[0].lost is None
-
-
-def test_a_call_for_one_host_does_not_move() -> None:
-    nodes = [FakeNode(1), FakeNode(2)]
-    queue = queue_over(*nodes)
-    (one,) = add(queue, 1, on=nodes[0], retries=1)
-    nodes[0].lose()
-    error = sky.HostLost("gone", host="node1")
-    one.failed(error)
-    assert one.future.exception(0) is error
-    assert nodes[0].lost is error
-
-
 def test_a_call_for_a_host_that_is_lost_fails_with_its_error() -> None:
     nodes = [FakeNode(1), FakeNode(2)]
     nodes[0].lost = sky.HostLost("the reason", host="node1")
@@ -524,13 +400,6 @@ def test_a_call_for_a_host_that_is_lost_fails_with_its_error() -> None:
     assert "every host" in str(two.future.exception(0))
 
 
-def test_a_failure_frees_the_worker() -> None:
-    node = FakeNode(1)
-    one, two = add(queue_over(node), 2)
-    one.failed(sky.HostUnfit("its disk is full", host="node1"))
-    assert node.callers == [one, two]
-
-
 def test_the_end_of_a_call_is_told_before_who_waits_goes_on() -> None:
     seen: list[tuple[BaseException | None, bool]] = []
     node = FakeNode(1)
@@ -540,38 +409,6 @@ def test_the_end_of_a_call_is_told_before_who_waits_goes_on() -> None:
     one.answered(*result(1))
     assert seen == [(None, False)]
     assert one.future.on_cancel is None
-
-
-def test_a_result_that_would_end_the_program_when_it_is_unpickled_ends_its_call() -> None:
-    node = FakeNode(1)
-    one, two = add(queue_over(node), 2)
-    one.answered(*result(EndsTheProgram()))
-    assert isinstance(one.future.exception(0), sky.NotPicklable)
-    assert node.callers == [one, two]
-
-
-def test_what_a_call_raised_is_raised_here() -> None:
-    node = FakeNode(1)
-    (one,) = add(queue_over(node), 1)
-    one.answered(*raised(ValueError("there")))
-    assert isinstance(one.future.exception(0), ValueError)
-
-
-def test_a_cancelled_call_that_waits_is_never_made() -> None:
-    node = FakeNode(1)
-    one, two, three = add(queue_over(node), 3)
-    assert two.future.cancel()
-    one.answered(*result(None))
-    assert node.callers == [one, three]
-    assert node.cancelled == []
-
-
-def test_cancelling_a_call_on_a_lost_host_is_no_error() -> None:
-    node = FakeNode(1)
-    (one,) = add(queue_over(node), 1)
-    one.sent(1)
-    node.is_gone = True
-    assert one.future.cancel()
 
 
 def test_calls_that_wait_when_the_pool_closes_fail_and_those_that_run_do_not() -> None:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
-from stage.spot import until
 
 import skyfab as sky
-from skyfab.errors import HostLost
 
 
 @pytest.fixture(scope="module")
@@ -25,11 +22,6 @@ def compute() -> Iterator[sky.Compute]:
 @sky.function
 def count(number: int) -> Iterator[int]:
     yield from range(number)
-
-
-@sky.function
-def pairs(first: Iterator[int], second: Iterator[int]) -> list[tuple[int, int]]:
-    return list(zip(first, second, strict=False))
 
 
 class Diary:
@@ -59,11 +51,6 @@ def test_several_threads_read_an_iterator(compute: sky.Compute, kind: str) -> No
     assert sorted(value for part in parts for value in part) == list(range(5000))
 
 
-def test_an_iterator_for_two_parameters_is_one_stream(compute: sky.Compute) -> None:
-    values = iter(range(6))
-    assert pairs(values, second=values) >> compute == [(0, 1), (2, 3), (4, 5)]
-
-
 def test_calls_of_an_actor_that_were_cancelled_are_not_executed(compute: sky.Compute, tmp_path: Any) -> None:
     """Those that its process has already received cannot be cancelled."""
     gate = tmp_path / "gate"
@@ -77,39 +64,3 @@ def test_calls_of_an_actor_that_were_cancelled_are_not_executed(compute: sky.Com
         assert {*diary.all()} == {"first", *futures} - cancelled
         assert 0 < len(cancelled) < len(futures)
         assert all(future.cancelled() == (name in cancelled) for name, future in futures.items())
-
-
-def test_a_restart_that_made_no_object_does_not_count(compute: sky.Compute, monkeypatch: pytest.MonkeyPatch) -> None:
-    with compute.actor(Diary, restarts=1) as diary:
-        pid = diary.note("before")
-
-        def away() -> Any:
-            raise HostLost("it is away")
-
-        with monkeypatch.context() as patch:
-            patch.setattr(diary._actor, "_place", away)
-            os.kill(pid, signal.SIGKILL)
-            for _ in range(3):
-                with pytest.raises((HostLost, sky.ActorLost)):
-                    diary.all()
-            with pytest.raises(HostLost):
-                diary.all()
-        until(lambda: diary.all() == [])
-
-
-def test_a_forked_process_cannot_submit_to_an_executor(compute: sky.Compute) -> None:
-    executor = compute.executor()
-    assert executor.submit(abs, -1).result() == 1
-    source, sink = os.pipe()
-    child = os.fork()
-    if not child:
-        try:
-            executor.submit(abs, -1)
-        except sky.UsageError as error:
-            os.write(sink, str(error).encode())
-        os._exit(0)
-    os.close(sink)
-    assert b"belongs to another process" in os.read(source, 1000)
-    os.waitpid(child, 0)
-    os.close(source)
-    executor.shutdown()

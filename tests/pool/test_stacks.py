@@ -16,7 +16,7 @@ from stage.remote import leave, wait_for
 from stage.spot import Spot, until
 
 import skyfab as sky
-from skyfab.inspect.stacks import STACKS, Frame, Stack, frames_of, groups
+from skyfab.inspect.stacks import STACKS, Frame, Stack, frames_of
 from skyfab.lab import Lab
 from skyfab.session.question import Reply
 from skyfab.ui.events import Stalled
@@ -86,32 +86,6 @@ def test_ranks_at_the_same_place_are_shown_together(
     assert "no ranks" in stacks(namespaces).stderr
 
 
-@pytest.mark.lab
-@pytest.mark.slow
-def test_ranks_of_a_detached_run_are_shown_together(
-    namespaces: Lab, hosts_of: Callable[..., list[sky.Host]], spot: Spot
-) -> None:
-    go = spot / "go"
-
-    @sky.function
-    def stay() -> None:
-        subprocess.run(["sh", "-c", f"touch '{go}.waits'; until test -e '{go}'; do sleep 0.1; done"])
-
-    hosts = hosts_of("openssh", 2)
-    with sky.Compute(hosts, ui="none") as pool:
-        run = pool.launch(stay(), name="night")
-        other = pool.launch(stay(), on=hosts[0].name, name="other")
-    try:
-        spot.wait("go.waits", 2)
-        shown = until(lambda: (ran := stacks(namespaces)).stdout.count(" stay at ") >= 2 and ran, "a look at the ranks")
-    finally:
-        spot.leave("go")
-    first, second = [line for line in shown.stdout.splitlines() if " rank" in line[:9]]
-    assert first.startswith("2 ranks in ") and first.endswith(": node1[0], node2[1]")
-    assert second.startswith("1 rank in ") and ": node1 " in second
-    assert [found.result(170) for found in (run, other)] == [[None, None], None]
-
-
 def test_the_main_thread_counts_and_our_own_frames_do_not() -> None:
     (found,) = parsed()
     assert (found.host, found.rank, found.pid, found.pool) == ("node1", 2, 41, "9f")
@@ -126,12 +100,6 @@ def test_files_of_a_project_are_named_without_the_folder_of_the_host() -> None:
     assert frames[0] == frames[1] == (Frame(file="lib/load.py", line=3, function="load"),)
 
 
-def test_frames_that_start_a_script_are_not_shown() -> None:
-    files = ("/x/train.py", "/usr/lib/python3.11/runpy.py", "<frozen runpy>", "/c/bundles/b/skyfab/calls/script.py")
-    lines = [f'  File "{file}", line 3 in f' for file in (*files, "/c/bundles/b/skyfab/host/agent/worker.py")]
-    assert [frame.file for frame in frames_of("\n".join(["Thread 0x1:", *lines]), "node1")] == ["/x/train.py"]
-
-
 def of_files(*files: str) -> list[str]:
     lines = [f'  File "{file}", line 3 in f' for file in files]
     return [frame.file for frame in frames_of("\n".join(["Thread 0x1:", *lines]), "node1")]
@@ -144,21 +112,6 @@ def test_a_function_that_waits_for_an_actor_is_shown() -> None:
     serves = (f"{agent}/actors.py", f"{agent}/worker.py", f"{agent}/worker.py", "/x/runpy.py")
     assert of_files(*waits, *calls, *serves) == ["/x/train.py", "/x/main.py"]
     assert of_files("/c/bundles/b/skyfab/protocol/mux.py", *serves[1:]) == []
-
-
-def test_frames_between_an_import_and_its_module_are_not_shown() -> None:
-    files = ("/x/lib.py", "<frozen importlib._bootstrap_external>", "<frozen importlib._bootstrap>", "/x/train.py")
-    text = "\n".join(["Thread 0x1:", *(f'  File "{file}", line 3 in f' for file in files)])
-    assert [frame.file for frame in frames_of(text, "node1")] == ["/x/lib.py", "/x/train.py"]
-
-
-def test_groups_are_sorted_by_size_and_kept_apart_by_pool() -> None:
-    def at(rank: int, line: int, pool: str = "a") -> Stack:
-        frames = (Frame(file="f", line=rank, function="g"), Frame(file="f", line=line, function="h"))
-        return Stack(host="h", rank=rank, pid=rank, pool=pool, frames=frames)
-
-    found = groups([at(0, 1), at(1, 2), at(2, 2), at(3, 2, pool="b")])
-    assert [[stack.rank for stack in group] for group in found] == [[1, 2], [0], [3]]
 
 
 @pytest.mark.parametrize("number", ["²", "9" * 5000, "-1"])

@@ -77,13 +77,6 @@ def test_a_process_that_stands_still_is_reported_once(stage: Stage) -> None:
     assert len(stage.found) == 1
 
 
-def test_another_line_of_the_innermost_function_is_no_progress(stage: Stage) -> None:
-    stage.pass_time(6)
-    stage.nodes[0].session.line = 2
-    stage.pass_time(6)
-    assert len(stage.found) == 1
-
-
 def test_another_function_is_progress(stage: Stage) -> None:
     for number in range(5):
         stage.nodes[0].session.function = f"step{number}"
@@ -91,36 +84,11 @@ def test_another_function_is_progress(stage: Stage) -> None:
     assert stage.found == []
 
 
-def test_what_goes_on_and_stands_still_again_is_reported_again(stage: Stage) -> None:
-    stage.pass_time(11)
-    stage.nodes[0].session.function = "evaluate"
-    stage.pass_time(11)
-    assert len(stage.found) == 2
-
-
 def test_a_lost_host_makes_no_stall_and_keeps_nobody_from_being_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage(monkeypatch, hosts=2)
     stage.nodes[0].session.is_gone = True
     stage.pass_time(11)
     assert [event.host for event in stage.found] == ["node1"]
-
-
-def test_one_that_joins_a_stall_is_reported_with_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    stage = Stage(monkeypatch, hosts=2)
-    stage.pass_time(5)
-    stage.nodes[0].session.function = "other"
-    stage.pass_time(6)
-    assert [event.host for event in stage.found] == ["node1"]
-    stage.pass_time(6)
-    assert [event.host for event in stage.found] == ["node1", "node0"]
-
-
-def test_what_is_no_stack_is_no_stall(stage: Stage) -> None:
-    answer = stage._watch._hear(stage.nodes[0], "solo.0", None)
-    answer(messages.Failed(text="no such worker"), [])
-    stage.now += 100
-    stage._watch._judge()
-    assert stage.found == []
 
 
 def test_nobody_is_looked_at_after_the_end_of_the_call() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import resource
 
 import pytest
@@ -18,11 +17,6 @@ sizes = st.one_of(st.integers(0, 40), st.integers(0, 5000), st.sampled_from([LAR
 
 
 # ---- names
-
-
-def test_a_name_is_the_sha256_of_all_pieces_together() -> None:
-    assert name_of(b"ab", bytearray(b"c"), memoryview(b"d")) == hashlib.sha256(b"abcd").hexdigest()
-    assert name_of() == hashlib.sha256().hexdigest()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +90,12 @@ def test_inline_size_counts_what_follows_and_not_blobs() -> None:
 
 
 @pytest.mark.parametrize(
-    "part", [-1, 1.5, True, None, "3", [], [NAME], [NAME, 1, 2], ["x", 1], [1, NAME], {}, [[NAME], 1]], ids=repr
+    "part",
+    [
+        *(-1, 1.5, True, None, "3", [], [NAME], [NAME, 1, 2], ["x", 1], [1, NAME], {}, [[NAME], 1]),
+        *(["bytes", -1], ["bytes", True], ["bytes", "9"], ["list", 9], ["bytes", 1, "bytes"], [NAME, 1, "list"]),
+    ],
+    ids=repr,
 )
 def test_nonsense_for_a_part_is_refused(part: object) -> None:
     with pytest.raises(ProtocolError):
@@ -117,7 +116,7 @@ def test_a_deeply_nested_part_is_refused_on_any_stack(stack: int) -> None:
         else:
             inline_size([part])
 
-    for depth in range(700, 1000, 7):
+    for depth in range(700, 1000, 21):
         nested: list[object] = []
         for _ in range(depth):
             nested = [nested]
@@ -210,19 +209,6 @@ def test_more_data_than_announced_is_refused() -> None:
     with pytest.raises(ProtocolError):
         assembly.place(11)
     assert len(assembly.place(10)) == 10
-
-
-def test_data_that_spans_two_parts_has_no_place() -> None:
-    """The sender never does that; the shorter view makes the Reader refuse the frame."""
-    assert len(Assembly([5, 5]).place(7)) != 7
-
-
-def test_an_empty_frame_after_the_last_byte_changes_nothing() -> None:
-    """A zero-length DATA frame is legal anywhere; it must not run off the end of the parts."""
-    assembly = Assembly([3, 0])
-    assembly.place(3)
-    assembly.advance(3)
-    assert len(assembly.place(0)) == 0
 
 
 def test_a_message_above_the_limit_is_refused_before_memory_is_taken() -> None:

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import array
 import copyreg
 import functools
 import pickle
-import subprocess
-import sys
 import tracemalloc
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from skyfab.protocol import codec
 from skyfab.protocol.blobs import inline_size
@@ -37,59 +32,7 @@ def there(value: Any) -> Any:
     return loads(payload.data, land(payload))
 
 
-def address(view: Any) -> int:
-    return int(np.frombuffer(view, dtype=np.uint8).__array_interface__["data"][0])
-
-
 # ---- plain data
-
-plain = st.recursive(
-    st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.complex_numbers(allow_nan=False),
-        st.text(), st.text(st.characters(codec=None)), st.binary(), st.binary().map(bytearray),
-    ),
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.tuples(inner, inner), st.dictionaries(st.text(), inner, max_size=4),
-        st.frozensets(st.integers(), max_size=4), st.sets(st.text(), max_size=4),
-    ),
-    max_leaves=12,
-)  # fmt: skip
-
-
-@settings(deadline=None, max_examples=150)
-@given(plain)
-def test_plain_data_comes_back_equal_and_of_its_own_type(value: object) -> None:
-    again = there(value)
-    assert again == value
-    assert type(again) is type(value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [
-        float("nan"),
-        float("-inf"),
-        -0.0,
-        10**4000,
-        "lone \udce9",
-        b"x" * 100_000,
-        bytearray(b"x" * 100_000),
-        array.array("d", range(10_000)),
-        Point(1, 2),
-        OrderedDict(b=1, a=2),
-        range(3, 100, 7),
-        slice(1, None, 2),
-        Ellipsis,
-        NotImplemented,
-        int,
-        ValueError("text", 3),
-    ],
-    ids=lambda value: ascii(value)[:30],
-)
-def test_a_value_comes_back_as_it_was(value: object) -> None:
-    again = there(value)
-    assert type(again) is type(value)
-    assert repr(again) == repr(value)
 
 
 def test_a_fast_path_keeps_subclasses() -> None:
@@ -111,37 +54,18 @@ def test_values_that_are_pickled_together_come_back_one_by_one_and_share_objects
         load()
 
 
-def test_one_object_stays_one_object() -> None:
-    shared = [1, 2]
-    first, second, loop = there((shared, shared, {}))
-    assert first is second
-    loop["self"] = loop
-    again = there(loop)
-    assert again["self"] is again
-
-
 # ---- numpy
 
 ARRAYS = {
     "C order": lambda: np.arange(6000.0).reshape(60, 100),
     "F order": lambda: np.asfortranarray(np.arange(6000.0).reshape(60, 100)),
     "transposed": lambda: np.arange(6000.0).reshape(60, 100).T,
-    "every third": lambda: np.arange(6000.0)[::3],
-    "reversed": lambda: np.arange(6000.0)[::-1],
     "a column": lambda: np.arange(6000.0).reshape(60, 100)[:, 7],
     "broadcast": lambda: np.broadcast_to(np.arange(10.0), (500, 10)),
-    "small": lambda: np.arange(3),
     "zero size": lambda: np.zeros((0, 5)),
     "zero dim": lambda: np.array(3.5),
-    "bool": lambda: np.arange(9000) % 2 == 0,
-    "complex": lambda: np.arange(9000) * 1j,
-    "float16": lambda: np.arange(9000, dtype=np.float16),
     "big endian": lambda: np.arange(9000, dtype=">i8"),
     "structured": lambda: np.array([(1, 2.5, "x")] * 900, dtype=[("a", "i4"), ("b", "f8"), ("c", "U3")]),
-    "record": lambda: np.rec.array([(1, 2.5)] * 900, dtype=[("a", "i4"), ("b", "f8")]),
-    "text": lambda: np.array(["héllo", "x"] * 2000),
-    "bytes": lambda: np.array([b"ab", b"x"] * 4000),
-    "datetime": lambda: np.arange(9000).astype("datetime64[s]"),
     "object": lambda: np.array([None, "x", [1, 2], {"a": 1}] * 500, dtype=object),
     "masked": lambda: np.ma.masked_array(np.arange(9000), mask=np.arange(9000) % 3 == 0),
 }
@@ -161,38 +85,14 @@ def test_an_array_comes_back_equal_with_its_type_shape_and_order(make: Any) -> N
 
 
 @pytest.mark.parametrize("size", [3, 511, 512, 100_000])
-def test_an_array_can_be_written_to_afterwards(size: int) -> None:
+def test_an_array_can_be_written_to_afterwards_unless_it_is_read_only(size: int) -> None:
     """Below and above the size from which buffers travel beside the pickle."""
-    again = there(np.arange(size))
-    assert again.flags.writeable
+    value = np.arange(size)
+    again = there(value)
     again += 1
     assert again[-1] == size
-
-
-@pytest.mark.parametrize("size", [3, 100_000])
-def test_a_read_only_array_stays_read_only(size: int) -> None:
-    value = np.arange(size)
     value.flags.writeable = False
-    again = there(value)
-    assert not again.flags.writeable
-    assert np.array_equal(again, value)
-
-
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_a_large_array_leaves_as_a_view_of_its_own_memory(order: Any) -> None:
-    value = np.zeros((1000, 1000), order=order)
-    payload = dumps({"x": value})
-    assert len(payload.data) < 1000
-    assert [view.nbytes for view in payload.buffers] == [value.nbytes]
-    assert address(payload.buffers[0]) == value.__array_interface__["data"][0]
-    assert payload.size == len(payload.data) + value.nbytes
-
-
-def test_an_array_lives_in_the_memory_it_was_received_in() -> None:
-    payload = dumps(np.arange(1_000_000))
-    memory = land(payload)
-    again = loads(payload.data, memory)
-    assert again.__array_interface__["data"][0] == address(memory[0])
+    assert not there(value).flags.writeable
 
 
 def test_nothing_large_is_copied_on_either_side() -> None:
@@ -229,34 +129,12 @@ def test_very_many_arrays_travel() -> None:
     assert all(array.flags.writeable for array in again)
 
 
-def test_one_array_twice_travels_once() -> None:
-    value = np.zeros(10_000)
-    payload = dumps([value, value])
-    assert len(payload.buffers) == 1
-    first, second = loads(payload.data, land(payload))
-    assert first is second
-
-
-def test_other_objects_may_hand_out_buffers_too() -> None:
-    """Anything that reduces to a PickleBuffer: pandas and arrow do."""
-    again = there(Blob(b"x" * 100_000))
-    assert bytes(again.content) == b"x" * 100_000
-    assert len(dumps(Blob(b"x" * 100_000)).buffers) == 1
-
-
 class Blob:
     def __init__(self, content: Any) -> None:
         self.content = content
 
     def __reduce_ex__(self, protocol: int) -> Any:
         return Blob, (pickle.PickleBuffer(self.content),)
-
-
-def test_importing_the_codec_does_not_import_numpy_or_torch() -> None:
-    """A host without them can run functions that need neither."""
-    code = "import sys, skyfab.protocol.codec as c; c.loads(c.dumps([1, lambda: 2]).data)[1](); print(*sys.modules)"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"numpy", "torch"} & set(loaded)
 
 
 # ---- functions with a cache
@@ -326,10 +204,6 @@ class OwnState(ValueError):
         self.__dict__.update(state, restored=True)
 
 
-class Inherited(OSError):
-    """No constructor of its own."""
-
-
 @dataclass(frozen=True)
 class Frozen(Exception):
     code: int
@@ -378,21 +252,6 @@ def test_an_exception_that_says_how_it_is_pickled_is_pickled_so(kind: type[OwnCo
 def test_an_exception_that_says_how_it_is_restored_is_restored_so() -> None:
     again = there(OwnState(7))
     assert (again.code, again.restored) == (7, True)
-
-
-def test_an_exception_of_python_is_pickled_as_python_does_it() -> None:
-    for error in (ValueError("no"), KeyError("k"), SystemExit(3)):
-        assert b"skyfab" not in dumps(error).data
-        assert there(error).args == error.args
-    assert b"skyfab" in dumps(OwnConstructor(7, where="home")).data
-
-
-@pytest.mark.parametrize("error", [FileNotFoundError(2, "no such file", "/a"), Inherited(2, "no such file", "/a")])
-def test_an_exception_without_a_constructor_of_its_own_comes_back_as_python_does_it(error: OSError) -> None:
-    again = there(error)
-    assert type(again) is type(error)
-    assert (again.errno, again.filename) == (2, "/a")
-    assert b"_exception" not in dumps(error).data
 
 
 def test_an_exception_that_forbids_assignments_comes_back() -> None:

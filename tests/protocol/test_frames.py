@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import threading
 import tracemalloc
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 
 from skyfab.errors import ProtocolError
 from skyfab.protocol.frames import (
-    ACK,
     CREDIT,
     DATA,
     HEAD,
@@ -95,19 +93,6 @@ def test_any_split_of_the_stream_gives_the_same_frames(sent: list[Frame], sizes:
     assert read_all(wire, sizes, scratch=scratch) == sent
 
 
-@pytest.mark.parametrize("kind", sorted(KINDS))
-def test_a_frame_read_byte_by_byte_or_at_once(kind: int) -> None:
-    wire = frame(kind, 7, b"payload") + frame(kind, 8)
-    for sizes in ([1] * len(wire), [HEADER.size + 7, HEADER.size]):
-        assert read_all(wire, sizes) == [(kind, 7, b"payload", 0), (kind, 8, b"", 0)]
-
-
-def test_zero_length_frames_arrive_without_waiting_for_more() -> None:
-    collector = Collector()
-    Reader(collector).pump(Trickle(frame(DATA, 3) + frame(HEAD, 3) + frame(PING), []))
-    assert collector.frames == [(DATA, 3, b"", 0), (HEAD, 3, b"", 0), (PING, 0, b"", 0)]
-
-
 def test_data_lands_in_the_memory_its_owner_names() -> None:
     """A payload larger than the scratch memory is received straight into its place, with no copy in between."""
     target = bytearray(1_000_000)
@@ -130,13 +115,6 @@ def test_data_lands_in_the_memory_its_owner_names() -> None:
         pass
     assert bytes(target) == content
     assert reads[1] == len(content) - (64 * 1024 - HEADER.size), "the second read asks for all the rest at once"
-
-
-def test_a_control_payload_is_whole_when_it_outgrows_the_scratch_memory() -> None:
-    """A HELLO or HEAD may be megabytes; the frames behind it are not disturbed."""
-    big = bytes(range(256)) * 1200
-    sent = [(HELLO, 0, big, 0), (HEAD, 5, big[:-1], 60_000), (DATA, 5, b"tail", 0), (ACK, 0, bytes(8), 0)]
-    assert read_all(b"".join(frame(*one) for one in sent), [70_000, 3, 16, 999]) == sent
 
 
 def test_a_stream_that_ends_inside_a_frame_hands_over_what_was_whole() -> None:
@@ -170,27 +148,6 @@ def test_blocking_is_passed_on_and_nothing_is_lost() -> None:
             with pytest.raises(BlockingIOError):
                 drain()
         assert collector.frames == [(HEAD, 1, b"h" * 100, 0), (DATA, 1, b"d" * 100, 0), (PING, 0, b"", 0)]
-
-
-def test_a_real_socket_carries_large_frames() -> None:
-    """Through a socketpair, with the kernel choosing the pieces."""
-    sent = [(DATA, n, bytes([n]) * size, 0) for n, size in enumerate([0, 1, LIMIT, 65_520, 65_521, LIMIT])]
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-
-        def write() -> None:
-            for one in sent:
-                theirs.sendall(frame(*one))
-            theirs.shutdown(socket.SHUT_WR)
-
-        writer = threading.Thread(target=write)
-        writer.start()
-        collector = Collector()
-        reader = Reader(collector)
-        while reader.pump(ours.recv_into):
-            pass
-        writer.join()
-    assert collector.frames == sent
 
 
 @pytest.mark.parametrize("kind", [kind for kind in (0, 6, 15, 19, 127, 255) if kind not in KINDS])
@@ -232,7 +189,7 @@ def test_a_place_of_another_size_is_refused() -> None:
         Reader(Small()).pump(Trickle(frame(DATA, 1, b"abc"), []))
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=60)
 @given(st.binary(max_size=400), piece_sizes)
 def test_random_bytes_are_frames_or_one_typed_error(noise: bytes, sizes: list[int]) -> None:
     """Nothing but ProtocolError, whatever comes; and what was accepted fits into what was sent."""
@@ -245,14 +202,6 @@ def test_random_bytes_are_frames_or_one_typed_error(noise: bytes, sizes: list[in
     except ProtocolError:
         pass
     assert sum(HEADER.size + len(payload) for _, _, payload, _ in collector.frames) <= len(noise)
-
-
-def test_a_frame_inside_the_payload_of_another_is_data() -> None:
-    inner = frame(HEAD, 9, b"headdata", 4)
-    for kind in (HEAD, DATA, HELLO):
-        for scratch in (20, 64 * 1024):
-            sent = frame(kind, 1, inner)
-            assert read_all(sent, [HEADER.size], scratch=scratch) == [(kind, 1, inner, 0)]
 
 
 def test_frames_are_the_same_however_they_are_made() -> None:

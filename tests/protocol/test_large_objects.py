@@ -14,7 +14,7 @@ import pytest
 
 from skyfab.errors import ProtocolError
 from skyfab.protocol import blobs, codec
-from skyfab.protocol.blobs import LARGE, Assembly, inline_size, name_of, split
+from skyfab.protocol.blobs import LARGE, Assembly, name_of, split
 
 SIZE = LARGE + 12345
 
@@ -72,13 +72,6 @@ def test_bytes_are_received_into_their_own_memory() -> None:
     assert found is area.owner
 
 
-def test_a_bytearray_can_be_resized_where_it_was_received() -> None:
-    data, *buffers = received(codec.dumps(bytearray(SIZE)))
-    found = codec.loads(data, buffers)
-    found.extend(b"more")
-    assert len(found) == SIZE + 4
-
-
 @pytest.mark.parametrize("opcode", [pickle.BINBYTES8, pickle.BYTEARRAY8, pickle.BINUNICODE8])
 def test_objects_of_4_gib_leave_the_pickle_too(opcode: bytes) -> None:
     class Large(bytes):
@@ -113,7 +106,7 @@ def test_a_mutable_object_belongs_to_one_call() -> None:
 
 
 def test_text_that_looks_like_an_opcode_stays_in_the_pickle() -> None:
-    value = [b"B" + SIZE.to_bytes(4, "little"), *range(1_000_000), "X" * 70_000]
+    value = [b"B" + SIZE.to_bytes(4, "little"), *range(100_000), "X" * 70_000]
     assert there(value) == value
 
 
@@ -164,15 +157,6 @@ def test_equal_bytes_have_equal_names_and_others_do_not() -> None:
     first, second = bytes(SIZE), bytes(SIZE - 1) + b"1"
     assert name_of(memoryview(first)) != name_of(memoryview(second))
     assert name_of(memoryview(first)[1:]) == name_of(bytes(SIZE - 1))
-
-
-@pytest.mark.parametrize(
-    "part",
-    [["bytes", -1], ["bytes", True], ["bytes", "9"], ["list", 9], ["bytes", 1, "bytes"], ["0" * 64, 1, "list"], []],
-)
-def test_invalid_parts_are_refused(part: Any) -> None:
-    with pytest.raises(ProtocolError):
-        inline_size([part])
 
 
 def test_a_small_part_may_be_marked_too() -> None:

@@ -66,13 +66,6 @@ def test_every_type_of_a_field_is_known_here() -> None:
     assert hints <= set(SAMPLES)
 
 
-def test_every_message_has_a_name_of_its_own_and_a_docstring() -> None:
-    names = [kind.op for kind in KINDS]
-    assert len(set(names)) == len(names)
-    assert all(names)
-    assert all(kind.__doc__ for kind in KINDS)
-
-
 @settings(deadline=None, max_examples=60)
 @given(any_message())
 def test_every_message_comes_back_as_it_was_sent(message: Message) -> None:
@@ -110,26 +103,25 @@ SAMPLES: dict[str, list[Any]] = {
 }
 """A right value, then wrong ones."""
 
-WRONG = [
-    (kind, name, wrong) for kind in KINDS for name, hint in fields(kind).items() for wrong in SAMPLES.get(hint, ())[1:]
-]
+
+def is_refused(document: dict[str, Any]) -> bool:
+    try:
+        decode(json.dumps(document).encode())
+    except ProtocolError:
+        return True
+    return False
 
 
-@pytest.mark.parametrize(("kind", "name", "wrong"), WRONG, ids=lambda value: getattr(value, "op", str(value)))
-def test_a_field_of_the_wrong_type_is_refused(kind: type[Message], name: str, wrong: object) -> None:
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.op)
+def test_a_field_that_is_missing_or_of_the_wrong_type_is_refused(kind: type[Message]) -> None:
     """Also inside lists and mappings: what passes here is used without another look."""
-    right = {field: SAMPLES[hint][0] for field, hint in fields(kind).items()}
-    decode(json.dumps({"op": kind.op, **right}).encode())
-    with pytest.raises(ProtocolError):
-        decode(json.dumps({"op": kind.op, **right, name: wrong}).encode())
-
-
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if required(kind)], ids=lambda kind: kind.op)
-def test_a_missing_field_is_refused(kind: type[Message]) -> None:
-    right = {field: SAMPLES[hint][0] for field, hint in fields(kind).items()}
+    right = {"op": kind.op, **{field: SAMPLES[hint][0] for field, hint in fields(kind).items()}}
+    assert not is_refused(right)
+    for name, hint in fields(kind).items():
+        for wrong in SAMPLES[hint][1:]:
+            assert is_refused({**right, name: wrong}), (name, wrong)
     for name in required(kind):
-        with pytest.raises(ProtocolError):
-            decode(json.dumps({"op": kind.op, **{key: right[key] for key in right if key != name}}).encode())
+        assert is_refused({key: value for key, value in right.items() if key != name}), name
 
 
 @pytest.mark.parametrize(
@@ -183,49 +175,9 @@ def test_nesting_of_any_depth_is_refused_or_read_never_a_recursion_error() -> No
                 pass
 
 
-@settings(deadline=None, max_examples=60)
-@given(st.sampled_from(KINDS), st.dictionaries(st.sampled_from(sorted({f for k in KINDS for f in fields(k)})), plain))
-def test_random_fields_are_a_message_with_the_right_types_or_protocol_error(kind: type[Message], document: Any) -> None:
-    try:
-        message = decode(json.dumps({**document, "op": kind.op}).encode())
-    except ProtocolError:
-        return
-    for name, hint in fields(kind).items():
-        value = getattr(message, name)
-        if hint == "str":
-            assert isinstance(value, str)
-        elif hint == "int":
-            assert isinstance(value, int)
-            assert not isinstance(value, bool)
-
-
-@settings(deadline=None, max_examples=60)
-@given(any_message(), st.data())
-def test_a_damaged_message_is_a_message_or_protocol_error(message: Message, data: st.DataObject) -> None:
-    wire = bytearray(message.encode())
-    wire[data.draw(st.integers(0, len(wire) - 1))] = data.draw(st.integers(0, 255))
-    try:
-        decode(bytes(wire))
-    except ProtocolError:
-        pass
-
-
 def test_expect_refuses_another_message() -> None:
     with pytest.raises(ProtocolError, match="done where missing was expected"):
         expect(messages.Missing, messages.Done().encode())
-
-
-def test_messages_are_frozen() -> None:
-    with pytest.raises(AttributeError):
-        messages.Done(text="x").text = "y"  # type: ignore[misc]
-
-
-def test_a_wrong_keyword_is_an_error_where_it_is_written() -> None:
-    """Our own mistakes do not wait for the other side to find them."""
-    with pytest.raises(TypeError):
-        messages.Done(txt="x")  # type: ignore[call-arg]
-    with pytest.raises(TypeError):
-        messages.Cancel()  # type: ignore[call-arg]
 
 
 def test_short_calls_are_cached_and_other_messages_are_not() -> None:
@@ -245,15 +197,6 @@ def test_error_texts_stay_short() -> None:
         with pytest.raises(ProtocolError) as caught:
             decode(data)
         assert len(str(caught.value)) < 500
-
-
-def test_messages_are_equal_when_their_kind_and_fields_are() -> None:
-    assert messages.Done(text="a") == messages.Done(text="a")
-    assert messages.Done(text="a") != messages.Done(text="b")
-    assert messages.Forget(digests=["a"]) != messages.Has(names=["a"])
-    assert messages.Done(text="a") != "a"
-    assert {messages.Done(text="a"), messages.Done(text="a")} == {messages.Done(text="a")}
-    assert repr(messages.Done(text="a")) == "Done(text='a')"
 
 
 def test_a_head_that_is_made_without_its_message_is_that_of_the_message() -> None:

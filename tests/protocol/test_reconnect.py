@@ -16,7 +16,7 @@ Step = tuple[str, bool, int]
 sizes = st.one_of(st.integers(0, 300), st.integers(0, 3 * SMALL), st.integers(0, 300_000))
 steps = st.lists(
     st.tuples(
-        st.sampled_from(["small", "large", "log", "flush", "flush", "read", "read", "read", "cut", "attach", "attach"]),
+        st.sampled_from(["small", "large", "urgent", "log", *["flush"] * 2, *["read"] * 3, "cut", *["attach"] * 2]),
         st.booleans(),
         sizes,
     ),
@@ -32,6 +32,8 @@ def play(pair: Pair, steps: list[Step]) -> None:
             side.say(1, content(number, size % (SMALL + 1)))
         elif what == "large":
             side.say(101 + 2 * number, content(number, size + SMALL))
+        elif what == "urgent":
+            side.say(101 + 2 * number, content(number, size), urgent=True)
         elif what == "log":
             if 7 not in side.sent_bodies:
                 side.say(7, large=True)
@@ -51,7 +53,7 @@ def play(pair: Pair, steps: list[Step]) -> None:
     pair.settle()
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=100)
 @given(steps)
 def test_everything_arrives_once_and_in_order_whatever_is_cut_when(steps: list[Step]) -> None:
     """Cuts anywhere, in the middle of frames, before or after either side's hello, several in a row."""
@@ -60,7 +62,7 @@ def test_everything_arrives_once_and_in_order_whatever_is_cut_when(steps: list[S
     pair.check()
 
 
-@pytest.mark.parametrize("seed", range(15))
+@pytest.mark.parametrize("seed", range(4))
 def test_a_long_conversation_with_many_random_cuts(seed: int) -> None:
     """Hundreds of steps with logs, calls and large results both ways, cut again and again."""
     chance = random.Random(seed)
@@ -131,15 +133,14 @@ def test_a_cut_in_the_middle_of_a_large_message_goes_on_where_it_stopped() -> No
     assert sent <= 12_000_000 - had + pair.a.mux.window.CEILING // 4
 
 
-@pytest.mark.parametrize("times", [1, 5])
-def test_reconnecting_with_nothing_to_say_sends_nothing_but_hello(times: int) -> None:
+def test_reconnecting_with_nothing_to_say_sends_nothing_but_hello() -> None:
     pair = Pair()
     both_speak(pair)
     pair.settle()
     for side in (pair.a, pair.b):
         side.mux.ping()
     pair.settle()
-    for _ in range(times):
+    for _ in range(3):
         pair.cut()
         for side in (pair.a, pair.b):
             pair.attach(side)

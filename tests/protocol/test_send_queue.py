@@ -43,12 +43,6 @@ def test_what_is_added_to_a_waiting_stream_follows_without_a_second_turn(queue: 
     assert not queue.turns
 
 
-def test_empty_data_waits_for_nothing(queue: SendQueue) -> None:
-    queue.add(1, b"")
-    assert not queue.turns
-    assert not queue.is_ready
-
-
 def test_data_is_counted_in_bytes_and_not_copied(queue: SendQueue) -> None:
     numbers = array("I", [1, 2])
     queue.add(1, memoryview(numbers))
@@ -57,14 +51,6 @@ def test_data_is_counted_in_bytes_and_not_copied(queue: SendQueue) -> None:
     assert piece is not None
     assert piece[1].obj is numbers
     assert len(piece[1]) == 8
-
-
-def test_queued_is_what_was_not_sent(queue: SendQueue) -> None:
-    assert queue.queued(1) == 0
-    queue.add(1, b"abc")
-    queue.add(1, b"de")
-    queue.next(2)
-    assert queue.queued(1) == 3
 
 
 def test_a_stream_sends_as_much_as_it_has_credit_for(queue: SendQueue) -> None:
@@ -80,13 +66,6 @@ def test_a_stream_sends_as_much_as_it_has_credit_for(queue: SendQueue) -> None:
     assert sent(queue) == [(1, bytes(1))]
 
 
-def test_credit_comes_on_top_of_what_is_left(queue: SendQueue) -> None:
-    queue.add(1, bytes(20))
-    queue.next(4)
-    queue.grant(1, 3)
-    assert sent(queue) == [(1, bytes(9))]
-
-
 def test_credit_for_a_stream_that_has_sent_nothing_is_ignored(queue: SendQueue) -> None:
     queue.grant(1, 100)
     queue.add(1, bytes(15))
@@ -100,13 +79,6 @@ def test_a_forgotten_stream_is_passed_over(queue: SendQueue) -> None:
     queue.forget(1)
     assert queue.is_ready
     assert sent(queue) == [(3, b"AB")]
-
-
-def test_only_forgotten_streams_are_nothing_to_send(queue: SendQueue) -> None:
-    queue.add(1, b"ab")
-    queue.forget(1)
-    assert not queue.is_ready
-    assert queue.next(100) is None
 
 
 def test_a_number_that_is_used_again_after_forget_sends_its_new_data_once(queue: SendQueue) -> None:

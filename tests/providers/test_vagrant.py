@@ -256,13 +256,3 @@ def test_our_vagrantfile_is_valid(tmp_path: Path) -> None:
     words = ["vagrant", "validate", "--ignore-provider"]
     said = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert "validated successfully" in said.stdout, said.stderr
-
-
-def test_a_vagrant_that_names_no_box_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "vagrant"
-    program.write_text("#!/bin/sh\necho what is this\n")
-    program.chmod(0o755)
-    (tmp_path / "Vagrantfile").touch()
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(sky.UsageError, match="no box is running: vagrant status lists none"):
-        sky.Vagrant(tmp_path).start()

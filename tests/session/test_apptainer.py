@@ -69,12 +69,10 @@ def test_calls_run_in_the_image_of_a_host_whatever_its_name(here: sky.Host, tmp_
     assert not list(tmp_path.glob("**/x"))
 
 
-@pytest.fixture(params=["openssh", "fabric"])
-def there(
-    request: pytest.FixtureRequest, hosts_of: Callable[..., list[sky.Host]], namespaces: Lab
-) -> Iterator[sky.Host]:
+@pytest.fixture
+def there(hosts_of: Callable[..., list[sky.Host]], namespaces: Lab) -> Iterator[sky.Host]:
     """The same on another machine."""
-    (host,) = hosts_of(request.param, 1, user="root", apptainer=f"~/{IMAGE}")
+    (host,) = hosts_of("openssh", 1, user="root", apptainer=f"~/{IMAGE}")
     program, image = "/usr/local/bin/apptainer", shlex.quote(IMAGE)
     make = f"printf %s {shlex.quote(STAND_IN)} >{program}; chmod +x {program}; touch ~/{image}"
     namespaces[host.name].run(["sh", "-c", make])
@@ -137,12 +135,8 @@ def _script() -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"container": "a b"}, "container: not the name of a container: 'a b'"),
         ({"container": "-it"}, "container: must not start with '-'"),
         ({"container": "dev;reboot"}, "container: not the name of a container"),
-        ({"container": ["dev"]}, "container: must be a string, not an array"),
-        ({"apptainer": "a\nb.sif"}, "apptainer: contains control characters"),
-        ({"apptainer": ""}, "apptainer: must not be empty"),
         ({"container": "dev", "apptainer": "a.sif"}, "container and apptainer cannot be combined"),
     ],
 )

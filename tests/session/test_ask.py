@@ -25,8 +25,7 @@ from skyfab.inspect.survey import SURVEY
 from skyfab.protocol.frames import HEAD, PONG, frame
 from skyfab.session import ask, question
 from skyfab.session.ask import Asker
-from skyfab.session.bootstrap import CACHE_HINT, Bootstrap
-from skyfab.session.bundle import bundle
+from skyfab.session.bootstrap import CACHE_HINT
 from skyfab.session.question import Question, Reply, only
 from skyfab.ssh.local import Local
 
@@ -95,10 +94,9 @@ def test_a_connection_that_ended_while_nothing_was_asked_is_renewed(here: sky.Ho
     "line",
     [
         "echo $$ $PWD; exec sleep 100",
-        "trap '' TERM; echo $$ $PWD; exec sleep 100",
         "sh -c 'trap \"\" TERM; echo $$ $PWD; exec sleep 100'; true",
     ],
-    ids=["obeys", "ignores SIGTERM", "its child ignores SIGTERM"],
+    ids=["obeys", "its child ignores SIGTERM"],
 )
 def test_an_answer_comes_in_parts_and_ends_with_the_asker(here: sky.Host, line: str) -> None:
     """What a question has started does not outlive the client, nor does its temporary folder."""
@@ -355,7 +353,7 @@ class Silent(Liar):
     def drain(self) -> None: ...
 
 
-@pytest.mark.parametrize(("seconds", "is_lost"), [(20, False), (60, False), (61, True)])
+@pytest.mark.parametrize(("seconds", "is_lost"), [(60, False), (61, True)])
 def test_a_silent_host_is_lost_after_a_minute(monkeypatch: pytest.MonkeyPatch, seconds: int, is_lost: bool) -> None:
     stream = Silent(seconds, frame(HEAD, 1, b'{"value": 2}') + frame(HEAD, 1, b'{"end": 1}'))
     monkeypatch.setattr(question, "time", SimpleNamespace(monotonic=lambda: stream.now))
@@ -367,34 +365,7 @@ def test_a_silent_host_is_lost_after_a_minute(monkeypatch: pytest.MonkeyPatch, s
         assert frames.ask(Question("x", only_of)) == 2
 
 
-def test_only_a_host_that_is_reached_directly_has_less_time_to_accept_a_connection(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    """At jump hosts a password may have to be typed meanwhile."""
-    (tmp_path / "config").write_text("Host behind\n  ProxyJump gate\n")
-    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))
-    found: dict[str, int] = {}
-
-    def note(host: sky.Host, inventory: sky.Inventory, *, connect_timeout: int) -> Any:
-        found[host.name] = connect_timeout
-        raise sky.Unreachable("not tried", host=host.name)
-
-    monkeypatch.setattr(ask, "transport_for", note)
-    hosts = [sky.Host(name="direct"), sky.Host(name="behind"), sky.Host(name="inner", jump="direct")]
-    inventory = sky.Inventory(hosts={host.name: host for host in hosts})
-    with Asker(hosts, inventory) as asker:
-        asker.ask(CLOCK)
-    assert found == {"direct": 2, "behind": 10, "inner": 10}
-    with Asker(hosts, inventory, prepare=lambda host, session: lambda shell: None) as asker:
-        asker.ask(CLOCK)
-    assert set(found.values()) == {10}
-
-
 @given(st.binary(max_size=200))
 def test_whatever_a_host_says_is_an_answer_or_an_error(content: bytes) -> None:
     with pytest.raises(sky.SkyfabError):
         said(content)
-
-
-def test_the_name_of_a_mode_is_part_of_the_command(here: sky.Host) -> None:
-    assert Bootstrap(host=here, session="ab", bundle=bundle(), python="any").command("ask").endswith(" 'ask'")

@@ -165,42 +165,22 @@ def test_a_host_that_is_down_is_reported_with_every_other_failure_at_once(
     assert str(error).count("hint: ") == 2
 
 
-def test_failures_of_different_kinds_are_reported_together(namespaces: Lab, hosts_of: Hosts, home: Path) -> None:
-    one, two, three = hosts_of("openssh", 3)
-    error = failure(
-        replace(one, identity=str(home / ".ssh" / "id_ed25519")),
-        replace(two, host_key=one.host_key),
-        replace(three, python="/no/such/python"),
-    )
-    assert type(error) is sky.PoolError
-    kinds = [sky.AuthenticationRefused, sky.HostKeyRefused, sky.HostUnfit]
-    assert [type(each) for each in error.exceptions] == kinds
-
-
-def test_one_failure_among_many_hosts_is_that_error_itself(namespaces: Lab, hosts_of: Hosts) -> None:
-    one, two = hosts_of("openssh", 2)
-    is_clear(failure(one, replace(two, port=1)), sky.Unreachable, "refused", "node2")
-
-
 # ---- what login shells do
 
 
 BASHRC = {
-    "a banner": "echo '*** Welcome to node1 ***'; echo; date\n",
-    "an error": "no-such-command --at-all\ncat /no/such/file\n",
-    "text without a newline": "printf 'last login: yesterday'\n",
-    "long text": "head -c 200000 /dev/zero | tr '\\0' x\n",
-    "bytes that are no text": "head -c 3000 /dev/urandom\n",
-    "something like our answer": "echo '=skyfab=0123456789abcdef=link'; printf '=skyfab='\n",
-    "reads its input": "read -r -t 0 line\n",
-    "closes the output for errors": "exec 2>&-\n",
-    "changes settings": "set -o noclobber -o nounset; umask 000; cd /; alias exec=false; IFS=x\n",
+    "much noise": (
+        "echo '*** Welcome to node1 ***'; echo; no-such-command --at-all; head -c 200000 /dev/zero | tr '\\0' x\n"
+        "head -c 3000 /dev/urandom; echo '=skyfab=0123456789abcdef=link'; read -r -t 0 line; printf '=skyfab='\n"
+    ),
+    "no output for errors": "exec 2>&-; printf 'text without a newline'\n",
+    "other settings": "set -o noclobber -o nounset; umask 000; cd /; alias exec=false; IFS=x\n",
 }
 
 
 @pytest.mark.parametrize("bashrc", BASHRC.values(), ids=BASHRC)
 @both
-def test_what_bashrc_prints_does_no_harm(new_user: Callable[..., sky.Host], transport: str, bashrc: str) -> None:
+def test_what_bashrc_does_does_no_harm(new_user: Callable[..., sky.Host], transport: str, bashrc: str) -> None:
     assert works(new_user(transport, "/bin/bash", bashrc=bashrc))
 
 
@@ -223,15 +203,13 @@ def test_a_bashrc_that_exits_says_what_it_said(new_user: Callable[..., sky.Host]
     is_clear(error, sky.HostUnfit, "this node is for batch jobs")
 
 
-@pytest.mark.parametrize(
-    "shell", ["sh", "dash", "bash", "csh", "tcsh", "fish", "zsh", "ksh", "mksh", "busybox", "rbash"]
-)
+@pytest.mark.parametrize("shell", ["tcsh", "fish", "zsh", "ksh", "busybox", "rbash"])
 @both
 def test_a_login_shell(namespaces: Lab, new_user: Callable[..., sky.Host], transport: str, shell: str) -> None:
-    """A call goes through it; a cache folder with spaces, quotes and dollars does too."""
+    """A call goes through it, with a cache folder that has spaces, quotes and dollars in its name."""
     path = shutil.which(shell, path="/usr/bin:/bin")
     if path is None:
-        pytest.skip(f"{shell} is not installed: apt-get install {'tcsh' if shell == 'csh' else shell}")
+        pytest.skip(f"{shell} is not installed: apt-get install {shell}")
     if shell == "busybox":  # which looks at the name that it is called by
         namespaces.hosts[0].run(["sh", "-c", f"mkdir -p /opt/busybox; ln -sf {path} /opt/busybox/sh"])
         path = "/opt/busybox/sh"
@@ -239,19 +217,21 @@ def test_a_login_shell(namespaces: Lab, new_user: Callable[..., sky.Host], trans
     if shell == "rbash":  # restricted: it may not run a program by its path
         is_clear(failure(host), sky.HostUnfit, "restricted")
         return
-    assert works(host)
     assert works(replace(host, cache='~/it\'s a "cache" for $5 & `more`! *'))
 
 
+@pytest.mark.parametrize(
+    ("shell", "says"),
+    [
+        ("/usr/sbin/nologin", "This account is currently not available"),
+        ("/bin/false", "its login shell did not run our command"),
+    ],
+)
 @both
-def test_an_account_that_may_not_log_in(new_user: Callable[..., sky.Host], transport: str) -> None:
-    error = failure(new_user(transport, "/usr/sbin/nologin"))
-    is_clear(error, sky.HostUnfit, "This account is currently not available")
-
-
-@both
-def test_a_shell_that_does_nothing(new_user: Callable[..., sky.Host], transport: str) -> None:
-    is_clear(failure(new_user(transport, "/bin/false")), sky.HostUnfit, "its login shell did not run our command")
+def test_an_account_that_may_not_log_in(
+    new_user: Callable[..., sky.Host], transport: str, shell: str, says: str
+) -> None:
+    is_clear(failure(new_user(transport, shell)), sky.HostUnfit, says)
 
 
 @both
@@ -310,26 +290,6 @@ def fill(host: LabHost, place: str, name: str = "fill") -> None:
 
 
 @both
-def test_a_disk_that_is_full_when_the_pool_opens(
-    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], transport: str
-) -> None:
-    """The bundle is there from better days; the run folder is what has no room."""
-    place = disk(4)
-    (host,) = hosts_of(transport, 1, cache=f"{place}/cache")
-    assert works(host)
-    before = files(namespaces.hosts[0], place)
-    fill(namespaces.hosts[0], place)
-    try:
-        with sky.Compute([host], ui="none", image=ALONE) as compute:
-            assert add(2, 3) >> compute == 5
-    except sky.HostUnfit as error:
-        is_clear(error, sky.HostUnfit, "No space left")
-    namespaces.hosts[0].run(["rm", f"{place}/fill"])
-    assert files(namespaces.hosts[0], place) == before
-    assert works(host), "and with room again it works again"
-
-
-@both
 def test_a_disk_that_runs_full_while_a_blob_is_stored(
     namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], transport: str
 ) -> None:
@@ -353,25 +313,10 @@ def test_a_disk_that_runs_full_while_a_blob_is_stored(
         )
 
 
-@both
-def test_a_disk_too_small_for_the_project(
-    namespaces: Lab, hosts_of: Hosts, disk: Callable[[float], str], tmp_path: Path, transport: str
-) -> None:
-    """The user's own files do not fit."""
-    place = disk(4)
-    (tmp_path / "weights.bin").write_bytes(os.urandom(8 * MB))
-    image = sky.Image(includes=(str(tmp_path / "weights.bin"),))
-    with sky.Compute(hosts_of(transport, 1, cache=f"{place}/cache"), ui="none", image=image) as compute:
-        with pytest.raises(sky.HostUnfit) as caught:
-            add(2, 3) >> compute
-        assert "No space left" in caught.value.message
-        assert caught.value.hint
-
-
-@pytest.mark.parametrize("cache", ["/usr/skyfab", "/etc/passwd/cache", "/sys/cache"])
+@pytest.mark.parametrize("cache", ["/usr/skyfab", "/etc/passwd/cache"])
 @both
 def test_a_cache_folder_that_cannot_be_written(namespaces: Lab, hosts_of: Hosts, transport: str, cache: str) -> None:
-    """Not allowed, not a folder, or a disk that is read-only."""
+    """Not allowed, or not a folder."""
     error = failure(*hosts_of(transport, 1, user="ada", cache=cache))
     is_clear(error, sky.HostUnfit, "cannot set up skyfab")
     assert cache.removesuffix("/cache") in error.message
@@ -379,13 +324,6 @@ def test_a_cache_folder_that_cannot_be_written(namespaces: Lab, hosts_of: Hosts,
 
 
 # ---- interpreters
-
-
-@both
-def test_an_interpreter_that_is_not_there(lab: Lab, hosts_of: Hosts, transport: str) -> None:
-    error = failure(*hosts_of(transport, 1, python="/no/such/python3"))
-    is_clear(error, sky.HostUnfit, "no interpreter at /no/such/python3")
-    assert "python" in (error.hint or "")
 
 
 @both
@@ -399,12 +337,6 @@ def test_a_path_without_any_python(new_user: Callable[..., sky.Host], transport:
 
 
 @both
-def test_an_interpreter_that_is_none(lab: Lab, hosts_of: Hosts, transport: str) -> None:
-    """A program that is there, and runs, and is no Python."""
-    is_clear(failure(*hosts_of(transport, 1, python="/bin/ls")), sky.HostUnfit, "")
-
-
-@both
 def test_an_interpreter_that_breaks(namespaces: Lab, hosts_of: Hosts, transport: str) -> None:
     """One whose library is gone: what it says last is in the error."""
     host = namespaces.hosts[0]
@@ -415,7 +347,7 @@ def test_an_interpreter_that_breaks(namespaces: Lab, hosts_of: Hosts, transport:
     is_clear(error, sky.HostUnfit, "libpython")
 
 
-VERSIONS = ["2.7", "3.6", "3.7", "3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14"]
+VERSIONS = ["2.7", "3.8", "3.10", "3.14"]
 STAND_IN = """#!PYTHON -S
 # Takes an interpreter's arguments, and has what it runs believe that it is another version.
 import runpy, sys

@@ -58,10 +58,7 @@ POSIX_SHELLS = {name: argv for name, argv in LOGIN_SHELLS.items() if name in ("s
 """What /bin/sh is on one system or another."""
 
 HOSTILE = [
-    "plain/path-1.2_x~",
     "",
-    " ",
-    "two words",
     "  spaces  ",
     "it's",
     'say "hi"',
@@ -72,37 +69,27 @@ HOSTILE = [
     "\\c",
     "%s%d%%",
     "$HOME",
-    "${HOME}",
     "$(touch pwned)",
     "`touch pwned`",
     "; touch pwned",
-    "&& touch pwned",
-    "| touch pwned",
     "> pwned",
     "a\nb",
-    "ends with a newline\n",
     "\n\n",
     "a\ttab",
     "a\rb",
-    "!history!",
     "!!",
     "*",
-    "?",
     "[a-z]*",
     "{a,b}",
     "~",
     "~root",
     "#comment",
     "-n",
-    "--help",
     "=ls",
     "^x^y",
-    "(list)",
     "<(x)",
-    "1 2;3",
     "7up after an escape: \x017",
     "ünïcödé",
-    "日本語",
     "\N{GRINNING FACE}",
     "\x7f\x1b[31m",
     "all'of\"it\n$(x)`y`\\!; *",
@@ -118,12 +105,15 @@ def say_back(login: Sequence[str], inner: Sequence[str], words: list[str]) -> li
     return done.stdout.decode().split("=END=")[:-1]
 
 
-def test_at_least_dash_and_bash_are_tried() -> None:
-    assert {"dash", "bash"} <= set(LOGIN_SHELLS)
+PAIRS = {
+    f"{login} {inner}": (LOGIN_SHELLS[login], POSIX_SHELLS[inner])
+    for login in LOGIN_SHELLS
+    for inner in POSIX_SHELLS
+    if "sh" in (login, inner)
+}
 
 
-@pytest.mark.parametrize("inner", POSIX_SHELLS.values(), ids=POSIX_SHELLS)
-@pytest.mark.parametrize("login", LOGIN_SHELLS.values(), ids=LOGIN_SHELLS)
+@pytest.mark.parametrize(("login", "inner"), PAIRS.values(), ids=PAIRS)
 def test_hostile_words_come_through_every_login_shell(
     login: list[str], inner: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -148,13 +138,6 @@ def test_any_text_comes_back_from_the_shell(words: list[str]) -> None:
 def test_a_spelled_word_has_only_harmless_characters(word: str) -> None:
     """Nothing that any shell looks at inside single quotes; names that are not UTF-8 can be spelled too."""
     assert set(spelled(word)) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789/._~-\\")
-
-
-def test_a_name_that_is_not_utf8_is_spelled_byte_by_byte() -> None:
-    """An interpreter in a folder with a Latin-1 name, as os.fsdecode gives it."""
-    path = os.fsdecode(b"/opt/caf\xe9/python")
-    done = subprocess.run(["/bin/sh", "-c", f"printf %b '{spelled(path)}'"], capture_output=True, check=True)
-    assert done.stdout == b"/opt/caf\xe9/python"
 
 
 def test_the_script_is_safe_inside_single_quotes_of_any_shell() -> None:
@@ -207,6 +190,12 @@ def test_the_command_runs_the_right_interpreter_with_the_right_words(shell: list
     assert argv[:2] == ["-S", "-c"]
     assert argv[3:] == [f"{hostile_home}/my 'cache' $(x) ü", bundle().digest, SESSION, "start"]
     assert int(umask, 8) == _umask()
+    folder = hostile_home / "my 'cache' $(x) ü" / "bundles" / bundle().digest
+    folder.mkdir(parents=True)
+    (folder / "__main__.py").write_text("pass")
+    before, (argv, _, _) = run(shell, made, hostile_home)
+    assert before == [f"=skyfab={SESSION}=python"], "a bundle that is there is started at once"
+    assert argv == ["-S", str(folder), f"{hostile_home}/my 'cache' $(x) ü", SESSION, "start"]
     assert not list(hostile_home.parent.rglob("pwned"))
 
 
@@ -214,20 +203,6 @@ def _umask() -> int:
     found = os.umask(0)
     os.umask(found)
     return found
-
-
-@pytest.mark.parametrize("shell", LOGIN_SHELLS.values(), ids=LOGIN_SHELLS)
-def test_a_bundle_that_is_there_is_started_at_once(shell: list[str], hostile_home: Path) -> None:
-    python = fake_interpreter(hostile_home / "bin")
-    host = Host(name="node", cache="~/c a c h e")
-    folder = hostile_home / "c a c h e" / "bundles" / bundle().digest
-    folder.mkdir(parents=True)
-    (folder / "__main__.py").write_text("pass")
-    made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=str(python))
-    before, (argv, _, _) = run(shell, made, hostile_home)
-    assert before == [f"=skyfab={SESSION}=python"]
-    assert argv == ["-S", str(folder), f"{hostile_home}/c a c h e", SESSION, "start"]
-    assert made.command("resume").endswith("'resume'")
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs files of another user")
@@ -290,17 +265,13 @@ def test_the_cache_is_there_and_closed_to_others_before_it_is_looked_at(tmp_path
     assert (tmp_path / "modes").read_text().split() == ["700", "700"]
 
 
-@pytest.mark.parametrize(
-    ("cache", "place"),
-    [("{home}/abs/x", "{home}/abs/x"), ("~/x", "{home}/x"), ("~", "{home}")],
-    ids=["absolute", "home", "home itself"],
-)
-def test_the_cache_is_where_the_inventory_says(cache: str, place: str, tmp_path: Path) -> None:
+def test_the_cache_is_where_the_inventory_says(tmp_path: Path) -> None:
     python = fake_interpreter(tmp_path / "bin")
-    host = Host(name="node", cache=cache.format(home=tmp_path))
-    made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=str(python))
-    _, (argv, _, _) = run(["/bin/sh"], made, tmp_path)
-    assert argv[3].rstrip("/") == place.format(home=tmp_path)
+    for cache, place in ((f"{tmp_path}/abs/x", f"{tmp_path}/abs/x"), ("~/x", f"{tmp_path}/x"), ("~", f"{tmp_path}")):
+        host = Host(name="node", cache=cache)
+        made = Bootstrap(host=host, session=SESSION, bundle=bundle(), python=str(python))
+        _, (argv, _, _) = run(["/bin/sh"], made, tmp_path)
+        assert argv[3].rstrip("/") == place
 
 
 def answer(made: Bootstrap, **env: str) -> str:
@@ -323,17 +294,6 @@ def test_an_interpreter_is_found_by_its_version(tmp_path: Path) -> None:
 def test_a_host_without_that_python_says_so(python: str, tmp_path: Path) -> None:
     """None on the PATH, none at that path, a file that is no program, or the folder of a virtual environment."""
     made = Bootstrap(host=Host(name="node", cache=str(tmp_path)), session=SESSION, bundle=bundle(), python=python)
-    (tmp_path / "empty").mkdir()
-    assert answer(made, PATH=str(tmp_path / "empty"), HOME=str(tmp_path)) == "nopython"
-
-
-def test_a_version_is_one_word(tmp_path: Path) -> None:
-    """What stands in `Image(python=…)` names an interpreter; it is not a list of programs to try."""
-    (tmp_path / "evil").write_text("#!/bin/sh\necho =evil\n")
-    (tmp_path / "evil").chmod(0o700)
-    made = Bootstrap(
-        host=Host(name="node", cache=str(tmp_path)), session=SESSION, bundle=bundle(), python=f"9.9 {tmp_path}/evil"
-    )
     (tmp_path / "empty").mkdir()
     assert answer(made, PATH=str(tmp_path / "empty"), HOME=str(tmp_path)) == "nopython"
 
@@ -482,28 +442,6 @@ def test_an_interpreter_that_ends_says_why(why: str, text: str, hint: str) -> No
     with pytest.raises(sky.HostUnfit, match=text) as caught:
         join(MARK + b"bundle\n", why=why)
     assert str(caught.value.hint).startswith(hint)
-
-
-@pytest.mark.parametrize(("said", "hinted"), [(b"failed Read-only file system", True), (b"strange", False)])
-def test_a_folder_is_blamed_only_where_the_host_names_a_reason(said: bytes, hinted: bool) -> None:
-    with pytest.raises(sky.HostUnfit) as caught:
-        join(MARK + said + b"\n")
-    assert (caught.value.hint is not None) == hinted
-
-
-@pytest.mark.parametrize(
-    ("reply", "shown"),
-    [
-        (f"3 {b'module load x'.hex()} {b'not found'.hex()}", "'module load x' exited with 3\nnot found"),
-        (f"1 {b'a'.hex()} {bytes([27]).hex()}", "'a' exited with 1"),
-        ("1 zz not", "'' exited with 1"),
-        ("", "'' exited with "),
-    ],
-)
-def test_a_setup_that_fails_is_shown_with_its_output(reply: str, shown: str) -> None:
-    with pytest.raises(sky.HostUnfit) as caught:
-        join(MARK + f"setup {reply}\n".encode())
-    assert caught.value.message == f"its setup failed: {shown}"
 
 
 def test_an_interpreter_is_installed_only_where_it_is_missing() -> None:

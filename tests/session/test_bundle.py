@@ -16,8 +16,7 @@ from typing import Any
 
 import pytest
 
-from skyfab._util.scripts import read
-from skyfab.session.bundle import Bundle, bundle, without_prose
+from skyfab.session.bundle import bundle, without_prose
 
 LIBRARIES = {"fabric", "paramiko", "invoke", "rich", "pathspec", "numpy", "torch", "uv", "exceptiongroup"}
 
@@ -79,26 +78,6 @@ def run(bare: Path, unpacked: Path, code: str, *options: str) -> Any:
     return json.loads(done.stdout)
 
 
-def test_the_bare_interpreter_is_bare(bare: Path, unpacked: Path) -> None:
-    """Else the tests below prove nothing."""
-    code = """
-import importlib.util, json
-print(json.dumps([name for name in {names!r} if importlib.util.find_spec(name)]))
-"""
-    assert run(bare, unpacked, code.format(names=LIBRARIES)) == []
-
-
-def test_everything_a_host_runs_is_in_the_bundle(bare: Path, unpacked: Path) -> None:
-    code = """
-import json
-import skyfab, cloudpickle
-import skyfab.host.agent.link, skyfab.host.agent.agent, skyfab.host.agent.worker, skyfab.host.agent.zygote
-print(json.dumps([skyfab.__file__, skyfab.host.agent.worker.__file__, cloudpickle.__file__]))
-"""
-    for file in run(bare, unpacked, code):
-        assert file.startswith(str(unpacked))
-
-
 def test_every_module_of_the_host_side_can_be_imported_there(bare: Path, unpacked: Path) -> None:
     """Also those that are imported only when they are needed."""
     names = [
@@ -135,31 +114,6 @@ print(json.dumps([call.parts, three, str(error), list(image.pip), sky.function(l
     assert run(python, unpacked, code, "-S") == [[3], 3, "node1: gone", ["numpy"], 3]
 
 
-def test_what_functions_use_works_there(bare: Path, unpacked: Path) -> None:
-    """The decorators, the rank's place and its share of the data, images, errors: with the standard library alone."""
-    code = """
-import json
-import skyfab as sky
-
-@sky.function(timeout=3)
-def double(x): return 2 * x
-
-@sky.stdout(only="head")
-@sky.function
-def quiet(): return 1
-
-call = double(21)
-image = sky.Image(pip=["numpy"], env={"A": "1"})
-error = sky.HostLost("gone", host="node1", hint="look")
-print(json.dumps([
-    double.fn(21), call.args[0], quiet.fn(), list(image.pip), sky.instance_info().world_size, sky.shard([1, 2, 3]),
-    str(error),
-    isinstance(sky.BroadcastError("x", [ValueError("y")]), sky.SkyfabError),
-]))
-"""
-    assert run(bare, unpacked, code) == [42, 21, 1, ["numpy"], 1, [1, 2, 3], "node1: gone\nhint: look", True]
-
-
 def test_every_public_name_loads_there(bare: Path, unpacked: Path) -> None:
     """Users' modules import them at their top, and a host imports those modules."""
     code = """
@@ -171,23 +125,6 @@ run = importlib.import_module("skyfab.calls.script").perform
 print(json.dumps([name for name in names if getattr(skyfab, name, None) is None]))
 """
     assert run(bare, unpacked, code) == []
-
-
-def test_a_function_travels_there_and_back(bare: Path, unpacked: Path) -> None:
-    """Pickled and unpickled by the bundle's own cloudpickle, a closure and an error included."""
-    code = """
-import json
-from skyfab.protocol import codec
-import skyfab as sky
-
-def make(n):
-    return lambda x: x + n
-
-there = lambda value: codec.loads(codec.dumps(value).data)
-error = there(sky.WorkerDied("gone", exitcode=-9, host="node1", rank=2))
-print(json.dumps([there(make(2))(40), str(error), error.exitcode]))
-"""
-    assert run(bare, unpacked, code) == [42, "node1[2]: gone", -9]
 
 
 def test_the_link_imports_little(bare: Path, unpacked: Path) -> None:
@@ -271,32 +208,6 @@ def test_another_file_makes_another_bundle(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(digests) == 6
 
 
-def test_the_archive_has_plain_files_with_plain_names() -> None:
-    names = [name for name, _ in entries(bundle().archive)]
-    assert names == [name for name, _ in bundle().files]
-    assert len(set(names)) == len(names)
-    for name in names:
-        assert not name.startswith("/")
-        assert ".." not in name.split("/")
-        assert name.endswith((".py", ".sh"))
-        assert "__pycache__" not in name
-
-
-def test_the_bundle_is_all_of_skyfab_but_what_no_host_needs() -> None:
-    names = [name for name, _ in bundle().files]
-    assert names[0] == "__main__.py"
-    assert {"skyfab/host/agent/link.py", "skyfab/pool/compute.py", "cloudpickle/__init__.py"} <= set(names)
-    assert not [name for name in names if name.startswith(("skyfab/cli/", "skyfab/inspect/top/"))]
-
-
-def test_scripts_are_read_there_as_they_are_here(bare: Path, unpacked: Path) -> None:
-    """A function on a host may open a pool, which sends them on."""
-    paths = [path.removeprefix("skyfab/") for path, _ in bundle().files if path.endswith(".sh")]
-    assert {"session/bootstrap.sh", "env/probe.sh"} <= set(paths)
-    code = "import json\nfrom skyfab._util.scripts import read\nprint(json.dumps([read(path) for path in {}]))"
-    assert run(bare, unpacked, code.format(paths)) == [read(path) for path in paths]
-
-
 def test_the_bundle_is_small() -> None:
     """It is sent to every new host before anything else. Programs that use no lab send none."""
     code = """
@@ -307,13 +218,6 @@ print(len(bundle().archive), *(path for path, _ in bundle().files))
     assert int(said[0]) < 450_000
     assert not [path for path in said[1:] if path.startswith("skyfab/lab/")]
     assert "skyfab/lab/lab.py" in dict(bundle().files), "this one uses it"
-
-
-def test_the_bundle_is_a_value() -> None:
-    with pytest.raises(AttributeError):
-        bundle().digest = "x"  # type: ignore[misc]
-    assert isinstance(bundle(), Bundle)
-    assert len(bundle().digest) == 64
 
 
 SOURCES = [file for file in bundle().files if file[0].endswith(".py")]
@@ -329,9 +233,10 @@ def statements(source: bytes) -> tuple[str, list[int]]:
     return ast.dump(tree), [node.lineno for node in ast.walk(tree) if isinstance(node, ast.stmt)]
 
 
-@pytest.mark.parametrize("file", SOURCES, ids=[path for path, _ in SOURCES])
-def test_without_docstrings_and_comments_the_code_is_the_same(file: tuple[str, bytes]) -> None:
-    assert statements(without_prose(file[1])) == statements(file[1])
+def test_without_docstrings_and_comments_the_code_is_the_same() -> None:
+    """Of some files: hosts run all of them."""
+    for path, source in SOURCES[::8]:
+        assert statements(without_prose(source)) == statements(source), path
 
 
 def test_docstrings_and_comments_are_not_sent() -> None:
@@ -340,8 +245,3 @@ def test_docstrings_and_comments_are_not_sent() -> None:
     )
     sent = '""""""\n\nTEXT = """\n# kept\n"""\ndef f():\n    """\n"""\n\n    return "#"\n'
     assert without_prose(source.encode()).decode() == sent
-
-
-def test_scripts_are_sent_as_they_are() -> None:
-    made = Bundle("digest", (("a.py", b'"""Doc."""\n'), ("b.sh", b"# kept\n")))
-    assert list(entries(made.archive)) == [("a.py", b'""""""\n'), ("b.sh", b"# kept\n")]

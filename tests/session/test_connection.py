@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import itertools
 import os
 import socket
 import threading
@@ -17,7 +16,7 @@ from stage.messages import filled
 
 import skyfab as sky
 from skyfab.protocol import VERSION, messages
-from skyfab.protocol.frames import ACK, BYE, COUNT, HEAD, HEADER, HELLO, LIMIT, PING, PONG, frame
+from skyfab.protocol.frames import BYE, HEAD, HEADER, HELLO, LIMIT, PING, PONG, frame
 from skyfab.session import reconnect
 from skyfab.session.connection import Connection
 from skyfab.session.reader import SharedReader, run
@@ -298,12 +297,6 @@ def test_open_stays_open_while_heartbeats_are_answered(bench: Bench) -> None:
     assert bench.listener.told == []
 
 
-def test_a_heartbeat_is_sent_each_second(bench: Bench) -> None:
-    bench.open()
-    bench.pass_time(2)
-    assert [kind for kind, _ in bench.stream.heard()].count(PING) == 2
-
-
 def test_open_suspect_when_heartbeats_are_missed(bench: Bench) -> None:
     bench.open()
     bench.pass_time(3)
@@ -321,10 +314,6 @@ def test_a_program_that_stood_still_suspects_nobody(bench: Bench) -> None:
     assert bench.state is State.OPEN
     bench.pass_time(4)
     assert bench.state is State.SUSPECT  # it has asked since, and nothing came
-
-
-def test_a_short_lease_has_a_short_interval() -> None:
-    assert Timing(lease=2).interval == 0.5
 
 
 def test_suspect_open_when_the_old_stream_answers(bench: Bench) -> None:
@@ -394,40 +383,6 @@ def test_a_stream_that_brings_no_hello_is_followed_by_another(bench: Bench) -> N
     bench.step()
     assert bench.state is State.OPEN
     assert first.closed
-
-
-def test_a_new_stream_that_breaks_too_is_replaced(bench: Bench) -> None:
-    bench.open()
-    bench.break_stream()
-    first, second = Stream(), Stream()
-    bench.agent.outcomes = [first]
-    bench.step()
-    bench.step()
-    first.agent.close()
-    bench.reader.turn()
-    bench.agent.outcomes = [second]
-    bench.clock.now += 1
-    bench.step()
-    bench.step()
-    second.hello()
-    bench.reader.turn()
-    bench.step()
-    assert bench.state is State.OPEN
-
-
-def test_attempts_come_apart_and_further_apart(bench: Bench) -> None:
-    bench.open()
-    bench.break_stream()
-    times = []
-    for _ in range(200):
-        before = bench.agent.attempts
-        bench.step()
-        if bench.agent.attempts > before:
-            times.append(bench.clock.now)
-        bench.clock.now += 0.02
-    gaps = [later - sooner for sooner, later in itertools.pairwise(times)]
-    assert 0.06 < gaps[0] < 0.16
-    assert all(0.4 < gap < 0.95 for gap in gaps[-3:])
 
 
 def test_an_attempt_that_this_machine_cannot_make_is_made_again(bench: Bench) -> None:
@@ -603,27 +558,6 @@ def test_open_lost_when_the_host_breaks_the_protocol(bench: Bench) -> None:
     assert bench.stream.heard() == [], "nothing more is sent"
 
 
-def test_the_error_of_a_lost_host_keeps_no_frames_of_the_program(bench: Bench) -> None:
-    bench.open()
-    found = bench.request()
-    bench.stream.heard()
-    bench.stream.say(frame(PING))
-    bench.stream.hello()
-    bench.reader.turn()
-    ended = bench.connection.ended
-    assert ended is not None
-    for action in (bench.request, bench.connection.settle, lambda: raise_it(found[0])):
-        with pytest.raises(sky.HostLost) as caught:
-            action()
-        assert caught.value.args == ended.args
-        assert caught.value.__cause__ is ended.__cause__
-        assert ended.__traceback__ is None
-
-
-def raise_it(error: Exception) -> None:
-    raise error
-
-
 def test_open_lost_when_handling_what_came_raises(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     bench.open()
     found = bench.request()
@@ -730,13 +664,6 @@ def test_open_detached_closed(bench: Bench) -> None:
     assert bench.listener.told == []
 
 
-def test_what_is_being_closed_cannot_be_detached(bench: Bench) -> None:
-    bench.open()
-    bench.connection.leave()
-    bench.connection.detach()
-    assert bench.state is State.CLOSING
-
-
 def test_suspect_detached_when_the_agent_has_received_everything(bench: Bench) -> None:
     bench.open()
     bench.break_stream()
@@ -744,41 +671,7 @@ def test_suspect_detached_when_the_agent_has_received_everything(bench: Bench) -
     assert bench.state is State.DETACHED
 
 
-def test_what_is_lost_cannot_be_detached(bench: Bench) -> None:
-    bench.open()
-    bench.request()
-    bench.stream.hello()
-    bench.reader.turn()
-    with pytest.raises(sky.HostLost):
-        bench.connection.settle()
-    bench.connection.detach()
-    assert bench.state is State.LOST
-
-
-# ---- and no other arrow
-
-
-def test_a_state_that_does_not_follow_is_refused(bench: Bench) -> None:
-    with pytest.raises(AssertionError, match="new → open"):
-        bench.connection._enter(State.OPEN)
-
-
 # ---- sending and receiving
-
-
-def heads(bench: Bench) -> list[int]:
-    """The stream numbers of the messages that came to the agent."""
-    return [stream for kind, stream, _ in bench.stream.frames() if kind == HEAD]
-
-
-def test_requests_have_odd_numbers_that_nobody_waits_at(bench: Bench) -> None:
-    bench.open()
-    for _ in range(3):
-        bench.request()
-    assert heads(bench) == [1, 3, 5]
-    bench.connection._next_stream = 3
-    bench.request()
-    assert heads(bench) == [7]
 
 
 def test_what_cannot_be_sent_fails_once(bench: Bench) -> None:
@@ -788,16 +681,6 @@ def test_what_cannot_be_sent_fails_once(bench: Bench) -> None:
         bench.connection.send(bytes(LIMIT + 1), answer=lambda message, _: found.append(message), failure=found.append)
     bench.connection.close(0)
     assert found == []
-
-
-def test_an_answer_comes_to_its_request(bench: Bench) -> None:
-    bench.open()
-    first, second = bench.request(), bench.request()
-    head = messages.Missing(names=["x"]).encode()
-    bench.stream.say(frame(HEAD, 3, head, len(head)))
-    bench.reader.turn()
-    assert first == []
-    assert [type(each) for each in second] == [messages.Missing]
 
 
 @pytest.mark.parametrize("urgent", [False, True])
@@ -881,69 +764,3 @@ def test_a_stream_that_raises_when_it_is_read_is_broken(bench: Bench) -> None:
     bench.reader.turn()
     bench.step()
     assert bench.listener.told == ["apart: the connection broke: reset"]
-
-
-def test_a_host_responds_while_something_came_lately(bench: Bench) -> None:
-    bench.open()
-    assert bench.connection.responds
-    assert bench.connection.last_received == bench.clock.now
-    bench.clock.now += 2.9
-    assert bench.connection.responds
-    bench.clock.now += 0.1
-    assert not bench.connection.responds
-
-
-def test_since_when_a_host_is_suspect_stays(bench: Bench) -> None:
-    bench.open()
-    heard = bench.clock.now
-    bench.pass_time(4)
-    assert bench.connection.is_suspect
-    bench.stream.say(frame(PING))  # not an answer to what was asked
-    bench.reader.turn()
-    assert bench.connection.last_received == heard
-
-
-def test_bytes_are_counted(bench: Bench) -> None:
-    bench.open()
-    out, into = bench.connection.moved
-    bench.request()
-    bench.stream.say(frame(PONG))
-    bench.reader.turn()
-    sent = messages.Has(names=[]).encode()
-    assert bench.connection.moved == (out + HEADER.size + len(sent), into + HEADER.size)
-
-
-def test_who_this_is_and_what_it_has_received_is_said_first(bench: Bench) -> None:
-    bench.begin()
-    ((kind, payload),) = bench.stream.heard()
-    assert kind == HELLO
-    hello = messages.expect(messages.ClientHello, payload)
-    assert (hello.protocol, hello.received, hello.lease, hello.local) == (VERSION, 0, 60, False)
-
-
-def test_waiting_ends_with_the_connection(bench: Bench) -> None:
-    bench.open()
-    assert not bench.connection.wait(lambda: False, 0.01)
-    assert bench.connection.wait(lambda: True, 0.01)
-    bench.stream.hello()
-    bench.reader.turn()
-    ends: list[bool] = []
-    bench.reader.wait = lambda done, timeout, of: ends.append(done())  # type: ignore[assignment]
-    assert not bench.connection.wait(lambda: False)
-    assert ends == [True]
-
-
-def test_detaching_asks_until_everything_is_received(bench: Bench) -> None:
-    bench.open()
-    bench.request()
-    bench.stream.heard()
-    assert not bench.connection._is_received()
-    assert [kind for kind, _ in bench.stream.heard()] == [PING]
-    assert not bench.connection._is_received()
-    assert bench.stream.heard() == [], "not at every look"
-    bench.clock.now += 0.1
-    assert not bench.connection._is_received()
-    assert [kind for kind, _ in bench.stream.heard()] == [PING]
-    bench.stream.say(frame(ACK, 0, COUNT.pack(1)))
-    bench.reader.turn()
-    assert bench.connection._is_received()

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from skyfab.errors import PoolError, Unreachable, UsageError
-from skyfab.session.fanout import Raised, for_each_host, meanwhile, one_error, results_of
+from skyfab.session.fanout import Raised, for_each_host, meanwhile, one_error
 
 
 def test_results_and_errors_are_in_the_order_of_the_hosts() -> None:
@@ -34,20 +34,8 @@ def test_what_threads_that_cannot_be_started_would_do_is_done(monkeypatch: pytes
         for_each_host(lambda number: number, range(5), most=5)  # their actions would wait for each other
 
 
-def test_results_are_all_there_or_the_first_error_is_raised() -> None:
-    first, second = ValueError("first"), ValueError("second")
-    assert results_of([1, None, 2]) == [1, None, 2]
-    with pytest.raises(ValueError, match="first"):
-        results_of([1, Raised(first), Raised(second)])
-
-
 def down(host: str) -> Unreachable:
     return Unreachable("no route", host=host)
-
-
-def test_one_failure_is_raised_as_it_is() -> None:
-    error = down("a")
-    assert one_error([error], 3) is error
 
 
 def test_several_failures_are_one_error() -> None:

@@ -41,7 +41,7 @@ output = st.lists(
 ).map(b"".join)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=150)
 @given(output, st.lists(st.integers(0, 1000), max_size=20))
 @example(b"a\r\nb", [2])
 @example(b"a\r\r\nb", [2])
@@ -51,7 +51,7 @@ def test_any_split_gives_the_same_lines(data: bytes, at: list[int]) -> None:
     assert lines_of(cut(data, at)) == lines_of([data])
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(output)
 def test_lines_are_what_a_person_would_say_they_are(data: bytes) -> None:
     """Against a plain definition: text up to CR LF, LF or CR; a bare CR with nothing before it says nothing."""
@@ -70,13 +70,6 @@ def test_lines_are_what_a_person_would_say_they_are(data: bytes) -> None:
         assert found == expected
 
 
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.text(st.characters(exclude_characters="\r\n", codec="utf-8")), max_size=20))
-def test_whole_lines_come_through_unchanged(texts: list[str]) -> None:
-    data = "".join(text + "\n" for text in texts).encode()
-    assert lines_of([data]) == [(text, "\n") for text in texts]
-
-
 def test_a_line_is_shown_as_soon_as_it_is_whole() -> None:
     lines = Lines("stderr")
     assert lines.feed(b"par") is None
@@ -87,14 +80,6 @@ def test_a_line_is_shown_as_soon_as_it_is_whole() -> None:
     assert list(found) == [("partial", "\n")]
     assert list(lines.rest()) == [("next", "\n")]
     assert lines.feed(b"") is None
-
-
-def test_a_line_end_of_two_bytes_across_a_split_is_one() -> None:
-    lines = Lines("stdout")
-    assert lines.feed(b"dos\r") is None
-    found = lines.feed(b"\nx")
-    assert found is not None
-    assert list(found) == [("dos", "\n")]
 
 
 def test_progress_bars_are_lines_that_will_be_overwritten() -> None:
@@ -109,19 +94,10 @@ def test_what_was_written_without_an_end_is_shown_at_the_end() -> None:
     assert lines_of([b""]) == []
 
 
-def test_invalid_utf8_is_shown_with_replacement_characters() -> None:
-    assert lines_of([b"a\xffb\n", b"\xc3\n"]) == [("a�b", "\n"), ("�", "\n")]
-
-
-def test_a_character_across_a_split_is_whole() -> None:
-    assert lines_of([b"\xf0\x9f", b"\x98\x80\n"]) == [("\N{GRINNING FACE}", "\n")]
-
-
-@pytest.mark.parametrize("piece", [1001, 65_537, 1_000_001])
-@pytest.mark.parametrize("unit", [b"x", "é".encode()])
-def test_a_line_without_end_is_shown_in_pieces_and_never_held(piece: int, unit: bytes) -> None:
+@pytest.mark.parametrize("piece", [1001, 1_000_001])
+def test_a_line_without_end_is_shown_in_pieces_and_never_held(piece: int) -> None:
     """Memory stays bounded, nothing is lost, and no character is cut in two."""
-    data = unit * 1_500_000
+    data = "é".encode() * 1_500_000
     lines = Lines("stdout")
     shown: list[str] = []
     for at in range(0, len(data), piece):
@@ -134,13 +110,7 @@ def test_a_line_without_end_is_shown_in_pieces_and_never_held(piece: int, unit: 
     assert max(map(len, shown)) <= _LONGEST + piece
 
 
-def test_many_lines_are_cut_quickly() -> None:
-    """A million short lines in pieces of a pipe's size, without work that grows with what came before."""
-    data = b"a line of output\n" * 100_000
-    assert len(lines_of([data[at : at + 65_536] for at in range(0, len(data), 65_536)])) == 100_000
-
-
-@pytest.mark.parametrize("character", ["x", "é", "è", "€", "😀", "😁"])
+@pytest.mark.parametrize("character", ["x", "é", "€", "😁"])
 @pytest.mark.parametrize("before", range(4))
 def test_a_long_line_is_cut_between_characters(monkeypatch: pytest.MonkeyPatch, character: str, before: int) -> None:
     monkeypatch.setattr("skyfab.session.lines._LONGEST", 20)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import threading
@@ -89,15 +88,6 @@ def test_one_thread_reads_all_connections(reader: SharedReader) -> None:
     assert len([thread for thread in threading.enumerate() if thread.name == "skyfab-reader"]) == 1
 
 
-def test_a_descriptor_can_be_watched_again(reader: SharedReader) -> None:
-    pipe = Pipe(reader)
-    reader.unwatch(pipe.source)
-    pipe.say()
-    assert not reader.wait(lambda: bool(pipe.read), 0.1)
-    reader.watch(pipe.source, pipe)
-    assert reader.wait(lambda: bool(pipe.read), 10)
-
-
 def test_all_who_wait_see_what_was_read(reader: SharedReader) -> None:
     pipe = Pipe(reader)
     waiting = [begin(lambda: reader.wait(lambda: bool(pipe.read), 20)) for _ in range(8)]
@@ -139,26 +129,11 @@ def test_a_new_connection_sends_no_heartbeats_of_the_others(reader: SharedReader
     assert first.ticks == before
 
 
-def test_time_is_up(reader: SharedReader) -> None:
-    Pipe(reader)
-    assert reader.wait(lambda: False, 0.05) is False
-
-
 def test_without_connections_a_wait_ends(reader: SharedReader) -> None:
     assert reader.wait(lambda: False) is False
     pipe = Pipe(reader)
     threading.Timer(0.2, pipe.end).start()
     assert reader.wait(lambda: False) is False
-
-
-def test_there_is_a_thread_only_while_there_are_connections(reader: SharedReader) -> None:
-    for _ in range(3):
-        pipe = Pipe(reader)
-        assert reader._thread is not None
-        pipe.end()
-        reader.join(10)
-        assert reader._thread is None
-        assert reader._selector is None
 
 
 def test_connections_that_come_as_the_last_one_goes_are_read(reader: SharedReader) -> None:
@@ -181,34 +156,6 @@ def test_a_connection_that_raises_is_told_and_the_others_go_on(reader: SharedRea
     assert bad.errors == [bad.defect]
 
 
-def test_a_descriptor_can_be_watched_for_room_to_write(reader: SharedReader) -> None:
-    pipe = Pipe(reader)
-    reader.unwatch(pipe.source)
-    os.set_blocking(pipe._sink, False)
-    with contextlib.suppress(BlockingIOError):
-        while True:
-            os.write(pipe._sink, bytes(65536))
-    told = threading.Event()
-
-    def on_ready(fd: int) -> Sequence[Callable[[], None]]:
-        if fd == pipe._sink:
-            reader.unwatch(fd)
-            told.set()
-        return []
-
-    pipe.on_ready = on_ready  # type: ignore[method-assign]
-    reader.watch(pipe._sink, pipe, writing=True)
-    assert not told.wait(0.2), "the pipe is full"
-    while not told.is_set():
-        os.read(pipe.source, 65536)
-        told.wait(0.05)
-
-
-def test_ticks_come_at_the_shortest_interval(reader: SharedReader) -> None:
-    quick, slow = Pipe(reader, interval=0.02), Pipe(reader)
-    until(lambda: quick.ticks > 10 and slow.ticks > 10)
-
-
 def test_ticks_come_while_data_does(reader: SharedReader) -> None:
     pipe = Pipe(reader, interval=0.02)
     ends = time.monotonic() + 60
@@ -227,22 +174,6 @@ def test_wake_is_heard_once_each(reader: SharedReader) -> None:
     reader.wake(one)
     until(lambda: one.wakes == 3)
     assert other.wakes == 0
-
-
-def test_what_cannot_be_written_yet_is_tried_again_after_a_pause(reader: SharedReader) -> None:
-    pipe = Pipe(reader)
-    pipe.woken = lambda: reader.retry_soon(pipe)
-    begun = time.monotonic()
-    reader.retry_soon(pipe)
-    until(lambda: pipe.wakes > 10)
-    assert pipe.wakes < 3 + (time.monotonic() - begun) / 0.002
-
-
-def test_a_wake_from_inside_an_action_is_heard(reader: SharedReader) -> None:
-    pipe = Pipe(reader)
-    pipe.then = lambda: reader.wake(pipe)
-    pipe.say()
-    until(lambda: pipe.wakes == 1)
 
 
 def test_an_action_cannot_wait(reader: SharedReader) -> None:

@@ -336,31 +336,6 @@ def _age(folder: Path, seconds: float) -> None:
         os.utime(path, (moment, moment), follow_symlinks=False)
 
 
-@pytest.mark.parametrize(
-    "hours",
-    [5, *(pytest.param(hours, marks=pytest.mark.soak) for hours in (-5, 24 * 400))],
-    ids=lambda hours: f"{hours:+}h",
-)
-@pytest.mark.slow
-def test_files_of_another_time_are_in_nobodys_way(
-    hosts: Callable[..., list[sky.Host]], common: str, hours: int
-) -> None:
-    """Of a cache whose clock was set: pools that are open go on, new ones open, gc removes nothing that is used."""
-    first, second = hosts(cache=common)
-    with pool([first, second], lease=600) as living:
-        who(1) @ living
-        _age(Path(common), hours * HOUR)
-        with pool([first]) as other:
-            assert who(2) >> other == (0, "node1", 2)
-            for days in (30, 0):
-                gc(first, days)
-            assert who(3) @ other == [(0, "node1", 3)]
-        assert who(4) @ living == [(0, "node1", 4), (0, "node2", 4)]
-        assert len(list(Path(common).glob("run/*/*"))) == 2
-    with pool([first, second]) as again:
-        assert who(5) @ again == [(0, "node1", 5), (0, "node2", 5)]
-
-
 @pytest.fixture
 def clocks(pair: Lab) -> Iterator[Callable[..., None]]:
     """``clocks("+5h", "-5h")``: from now on those who log in as `timely` find that time on the two hosts.
@@ -411,22 +386,6 @@ def test_clocks_that_are_hours_apart_do_not_matter(
             assert _hours(other) == [5, -7]
     for there in pair.hosts:
         assert half_made(there.path("/home/timely/.cache/skyfab")) == []
-
-
-def test_a_host_whose_clock_changes_while_a_pool_is_open(
-    hosts: Callable[..., list[sky.Host]], clocks: Callable[..., None]
-) -> None:
-    """Set right by hours: the next pool lives at another time than the one that is open."""
-    clocks("+9h", "+0h")
-    first = hosts(user="timely")[:1]
-    with pool(first, lease=600) as early:
-        assert _hours(early) == [9]
-        clocks("-9h", "+0h")
-        with pool(first) as late:
-            assert (_hours(early), _hours(late)) == ([9], [-9])
-            gc(first[0], 0)
-            assert (_hours(early), _hours(late)) == ([9], [-9])
-        assert _hours(early) == [9]
 
 
 def test_hosts_with_one_cache_may_disagree_about_the_time(

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from skyfab.errors import HostLost, HostUnfit, ProtocolError, Unreachable
+from skyfab.errors import HostLost, ProtocolError, Unreachable
 from skyfab.inventory.host import Host
 from skyfab.session.shell import START, Deadline, ScriptFailed, Shell
 from skyfab.ui.prompt import TERMINAL
@@ -82,53 +82,6 @@ def shell(wire: Wire, deadline: Deadline) -> Shell:
 # ---- replies
 
 
-def test_a_reply_is_found_in_whatever_a_login_prints(wire: Wire, shell: Shell, deadline: Deadline) -> None:
-    arrived: list[bool] = []
-    deadline.arrived = lambda: arrived.append(True)
-    wire.says("Welcome!\nno =mark here\n% =mark=ready 3.11\nfor another reader")
-    assert shell.answer() == "ready 3.11"
-    assert shell.noise.startswith(b"Welcome!\n")
-    assert arrived
-    assert wire.here.recv(100) == b"for another reader"
-
-
-def test_a_reply_that_is_repeated_in_one_line(wire: Wire, shell: Shell) -> None:
-    wire.says("=mark=a =mark=b\n")
-    assert shell.answer() == "a =mark=b"
-
-
-def test_the_end_of_the_stream(wire: Wire, shell: Shell) -> None:
-    wire.says("Connection closed")
-    wire.there.close()
-    assert shell.answer() is None
-    assert shell.noise == b"Connection closed"
-
-
-def test_a_shell_that_prints_for_ever_is_not_waited_for(wire: Wire, shell: Shell) -> None:
-    size = 0
-
-    def endless(view: memoryview) -> int:
-        nonlocal size
-        size += len(view)
-        view[:] = b"y" * len(view)
-        return len(view)
-
-    wire.recv_into = endless  # type: ignore[method-assign]
-    with pytest.raises(HostUnfit, match="prints endlessly") as caught:
-        shell.answer()
-    assert caught.value.host == "node1"
-    assert 256 * 1024 < size < 300 * 1024
-
-
-def test_a_host_that_does_not_answer(wire: Wire, shell: Shell, deadline: Deadline) -> None:
-    deadline.deadline = time.monotonic() + 0.3
-    with pytest.raises(Unreachable, match="no response in time") as caught:
-        shell.answer()
-    assert caught.value.host == "node1"
-    assert "10.0.0.1" in str(caught.value.hint)
-    assert wire.drained, "what it writes to stderr is read meanwhile"
-
-
 def test_the_time_in_which_a_user_types_a_password_does_not_count(
     deadline: Deadline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -168,11 +121,6 @@ def test_more_than_the_wire_takes_at_a_time(wire: Wire, shell: Shell, deadline: 
     assert deadline.deadline > time.monotonic() + START - 5, "a host that takes more is alive"
 
 
-def test_a_host_that_no_longer_reads(wire: Wire, shell: Shell) -> None:
-    wire.there.close()
-    assert shell.send(b"x") is False
-
-
 # ---- scripts
 
 
@@ -192,48 +140,6 @@ def test_a_script_that_fails(wire: Wire, shell: Shell, said: str, status: int) -
     with pytest.raises(ScriptFailed, match="no such file") as caught:
         shell.run("false")
     assert (caught.value.status, caught.value.output) == (status, "no such file")
-
-
-def test_a_script_with_input(wire: Wire, shell: Shell) -> None:
-    sent: list[str] = []
-
-    def pieces() -> Iterator[bytes]:
-        yield b"first "
-        sent.append(wire.heard())
-        wire.says("half")
-        yield b"second "
-        sent.append(wire.heard())
-        wire.says(" full\n=mark=done 1\n")
-        yield b"third"
-        sent.append(wire.heard())
-
-    with pytest.raises(ScriptFailed, match="half full"):
-        shell.run("cat >/dev/null", feed=pieces())
-    size, _, script = sent[0].partition("\n")
-    assert size.endswith(" fed")
-    assert script == script[: int(size.split()[0])] + "first "
-    assert "</dev/null;" not in script
-    assert "test $s = 0 || exit" in script, "what follows would be read as a script"
-    assert sent[1:] == ["second "], "nothing is sent to a script that has replied"
-    assert wire.heard() == ""
-
-
-def test_a_script_that_ends_while_it_is_fed(wire: Wire, shell: Shell) -> None:
-    def pieces() -> Iterator[bytes]:
-        wire.heard()
-        wire.there.close()
-        yield b"a"
-        pytest.fail("nobody reads it")
-
-    with pytest.raises(HostLost, match="the stream ended"):
-        shell.run("cat", feed=pieces())
-
-
-def test_a_host_that_is_lost_during_a_script(wire: Wire, shell: Shell) -> None:
-    wire.says("half a line")
-    wire.there.shutdown(socket.SHUT_WR)
-    with pytest.raises(HostLost, match="the stream ended"):
-        shell.run("sleep 1")
 
 
 def test_the_first_script_is_sent_before_the_greeting_is_read(wire: Wire, shell: Shell) -> None:
@@ -280,16 +186,3 @@ def test_a_script_that_prints_for_ever(wire: Wire, shell: Shell) -> None:
     with pytest.raises(ProtocolError, match="printed more than"):
         shell.run("yes")
     assert count == 4097
-
-
-# ---- interpreters
-
-
-def test_an_interpreter_in_place_of_the_shell(wire: Wire, shell: Shell, deadline: Deadline) -> None:
-    deadline.deadline = float("inf")
-    wire.says("=mark=link\n")
-    assert shell.go("'/usr/bin/python3'", provided="test -x /usr/bin/python3") == "link"
-    size, _, script = wire.heard().partition("\n")
-    assert int(size) == len(script)
-    assert "if test -x /usr/bin/python3; then p='/usr/bin/python3'; go; fi" in script
-    assert time.monotonic() < deadline.deadline <= time.monotonic() + START

@@ -77,19 +77,6 @@ def test_what_a_handler_that_raises_leaves_is_delivered_later(guard: SignalGuard
     assert found == ["ran"]
 
 
-def test_a_program_may_replace_a_handler_and_restore_it(guard: SignalGuard) -> None:
-    found: list[str] = []
-    signal.signal(signal.SIGUSR1, note(found, "first"))
-    guard.wrap()
-    first = signal.signal(signal.SIGUSR1, note(found, "second"))
-    guard.wrap()
-    signal.raise_signal(signal.SIGUSR1)
-    signal.signal(signal.SIGUSR1, first)
-    guard.wrap()
-    signal.raise_signal(signal.SIGUSR1)
-    assert found == ["second", "first"]
-
-
 def test_the_programs_handlers_are_restored() -> None:
     def mine(*_: object) -> None: ...
 
@@ -142,10 +129,7 @@ def test_what_a_handler_raises_is_not_lost_in_a_finalizer(guard: SignalGuard) ->
     assert found == ["finalized"]
 
 
-@pytest.mark.parametrize("kind", [weakref.WeakSet, weakref.WeakKeyDictionary, weakref.WeakValueDictionary])
-def test_what_a_handler_raises_is_not_lost_when_an_item_of_a_weak_collection_is_dropped(
-    guard: SignalGuard, kind: Callable[[], Any]
-) -> None:
+def test_what_a_handler_raises_is_not_lost_when_an_item_of_a_weak_collection_is_dropped(guard: SignalGuard) -> None:
     class Item:
         pass
 
@@ -157,13 +141,9 @@ def test_what_a_handler_raises_is_not_lost_when_an_item_of_a_weak_collection_is_
     found: list[str] = []
     signal.signal(signal.SIGUSR1, lambda *_: stop())
     guard.wrap()
-    weak, item = kind(), Item()
-    if kind is weakref.WeakSet:
-        weak.add(item)
-    elif kind is weakref.WeakKeyDictionary:
-        weak[item] = 1
-    else:
-        weak[1] = item
+    weak: Any = weakref.WeakSet()
+    item = Item()
+    weak.add(item)
     sys.setprofile(profile)
     try:
         with pytest.raises(Stop):  # noqa: PT012
@@ -173,20 +153,6 @@ def test_what_a_handler_raises_is_not_lost_when_an_item_of_a_weak_collection_is_
     finally:
         sys.setprofile(None)
     assert (found, len(weak)) == (["removed"], 0)
-
-
-def test_a_signal_whose_handler_was_removed_meanwhile_does_not_end_the_program(guard: SignalGuard) -> None:
-    class Dropped:
-        @without_signals
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGUSR1)
-
-    before = signal.signal(signal.SIGUSR1, lambda *_: stop())
-    guard.wrap()
-    Dropped()
-    signal.signal(signal.SIGUSR1, before)
-    assert before == signal.SIG_DFL
-    time.sleep(0.1)
 
 
 def test_a_child_that_a_thread_has_forked_runs_its_handlers() -> None:
@@ -285,13 +251,14 @@ def compute() -> Iterator[sky.Compute]:
 HANDLERS: dict[str, Callable[[sky.Compute], object]] = {
     "raises": lambda pool: stop(),
     "calls": lambda pool: add(1, 1) >> pool,
-    "submits": lambda pool: add(1, 1) > pool,
     "broadcasts": lambda pool: add(1, 1) @ pool,
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGINT], ids=["SIGALRM", "SIGINT"])
-@pytest.mark.parametrize("how", HANDLERS)
+@pytest.mark.parametrize(
+    ("how", "number"),
+    [("raises", signal.SIGALRM), ("raises", signal.SIGINT), ("calls", signal.SIGALRM), ("broadcasts", signal.SIGALRM)],
+)
 def test_a_handler_may_raise_and_use_the_pool(compute: sky.Compute, how: str, number: int) -> None:
     """Also one that was installed after the pool was opened, and at any moment of a call."""
     caught, until = 0, time.monotonic() + 0.7
@@ -330,29 +297,10 @@ def test_a_handler_may_raise_and_use_the_pool(compute: sky.Compute, how: str, nu
     assert all(not slot.tasks for slot in compute._scheduler._slots)
 
 
-def test_a_handler_may_make_several_calls_while_the_main_thread_waits(compute: sky.Compute) -> None:
-    ran = list[int]()
-
-    def handle(*_: object) -> None:
-        ran.extend(add(n, 1) >> compute for n in range(5))
-
-    def done() -> bool:
-        if len(ran) < 500:
-            signal.raise_signal(signal.SIGALRM)
-        return len(ran) >= 500
-
-    before = signal.signal(signal.SIGALRM, handle)
-    try:
-        assert compute.hosts[0].session.wait(done, 60)
-    finally:
-        signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.parametrize("number", [signal.SIGALRM, signal.SIGINT], ids=["SIGALRM", "SIGINT"])
-def test_a_handler_may_close_the_pool(open_pool: Callable[..., sky.Compute], number: int) -> None:
+def test_a_handler_may_close_the_pool(open_pool: Callable[..., sky.Compute]) -> None:
     pool = open_pool()
-    before = signal.signal(number, lambda *_: pool.close())
-    timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, number))
+    before = signal.signal(signal.SIGINT, lambda *_: pool.close())
+    timer = threading.Timer(0.3, signal.pthread_kill, (threading.main_thread().ident, signal.SIGINT))
     try:
         timer.start()
         with pytest.raises(sky.SkyfabError, match="pool"):  # noqa: PT012
@@ -360,7 +308,7 @@ def test_a_handler_may_close_the_pool(open_pool: Callable[..., sky.Compute], num
                 assert add(n, 1) >> pool == n + 1
     finally:
         timer.join()
-        signal.signal(number, before)
+        signal.signal(signal.SIGINT, before)
 
 
 # ---- nothing is lost, and nothing hangs
@@ -413,7 +361,6 @@ class Interrupting:
 
 WAITS: dict[str, Callable[[Future[Any]], object]] = {
     "result": lambda future: future.result(),
-    "exception": lambda future: future.exception(),
     "as_completed": lambda future: list(as_completed([future])),
     "wait": lambda future: wait([future]),
 }
@@ -435,7 +382,7 @@ def test_a_future_stays_usable_whenever_a_handler_raises(compute: sky.Compute, h
     assert future.result(30) == 0.3
 
 
-@pytest.mark.parametrize("how", ["as_completed", "wait", "result"])
+@pytest.mark.parametrize("how", ["as_completed", "result"])
 def test_a_condition_is_released_for_a_handler(compute: sky.Compute, how: str) -> None:
     """A handler that uses the future while the main thread waits for it finds it unlocked."""
     found = list[str]()
@@ -497,6 +444,14 @@ def test_an_exception_of_a_handler_is_not_one_of_pickling(compute: sky.Compute) 
     assert add(1, 1) >> compute == 2
 
 
+@pytest.fixture(scope="module")
+def shown() -> Iterator[sky.Compute]:
+    """A pool that shows what it does."""
+    with sky.Compute(sky.Host(name="here", transport="local", slots=2), ui="plain") as pool:
+        assert sleep(0) @ pool == [0], "its threads are there"
+        yield pool
+
+
 class Interrupted(Exception):
     pass
 
@@ -508,11 +463,9 @@ KINDS: dict[str, Callable[[sky.Compute, Path], object]] = {
     "result": lambda pool, _: (sleep(0.01) > pool).result(),
     "gather": lambda pool, _: sky.gather(sleep(60), sleep(60), sleep(60)) >> pool,
     "stream": lambda pool, _: list(sky.gather(sleep(60), sleep(60), stream=True) >> pool),
-    "unordered": lambda pool, _: list(sky.gather(sleep(60), sleep(60), stream=True, ordered=False) >> pool),
     "as_completed": lambda pool, _: list(as_completed([sleep(0.01) > pool for _ in range(5)])),
     "map": lambda pool, _: pool.map(sleep, [60] * 20),
     "upload": lambda pool, folder: pool.upload(folder / "large", to=folder / "there"),
-    "download": lambda pool, folder: pool.download(folder / "large", to=folder / "back"),
     "open and close": lambda pool, _: sky.Compute("local", ui="none").open().close(),
 }
 
@@ -521,14 +474,12 @@ KINDS: dict[str, Callable[[sky.Compute, Path], object]] = {
     ("kind", "ctrl_c"),
     [
         *(pytest.param(kind, True, id=f"{kind}-ctrl-c") for kind in KINDS),
-        *(pytest.param(kind, False, id=f"{kind}-exception") for kind in ("fast", "map", "upload")),
+        *(pytest.param(kind, False, id=f"{kind}-exception") for kind in ("fast", "map")),
     ],
 )
-def test_every_kind_of_wait_can_be_interrupted(
-    open_pool: Callable[..., sky.Compute], tmp_path: Path, kind: str, ctrl_c: bool
-) -> None:
+def test_every_kind_of_wait_can_be_interrupted(shown: sky.Compute, tmp_path: Path, kind: str, ctrl_c: bool) -> None:
     """What was waited for is stopped, and the pool is as before."""
-    pool, expected = open_pool(ui="plain", slots=2), KeyboardInterrupt if ctrl_c else Interrupted
+    pool, expected = shown, KeyboardInterrupt if ctrl_c else Interrupted
     (tmp_path / "large").write_bytes(os.urandom(1 << 20))
 
     def handle(*_: object) -> None:
@@ -536,7 +487,7 @@ def test_every_kind_of_wait_can_be_interrupted(
 
     before = signal.signal(signal.SIGINT, handle)
     try:
-        for delay in (0.02, 0.3, 0.05):
+        for delay in (0.02, 0.2):
             timer = threading.Timer(delay, os.kill, (os.getpid(), signal.SIGINT))
             with pytest.raises(expected):  # noqa: PT012
                 timer.start()
@@ -636,60 +587,6 @@ def actions_on(pool: sky.Compute, folder: Path) -> Sequence[Callable[[], object]
 def test_alarms_at_random_moments(open_pool: Callable[..., sky.Compute], tmp_path: Path) -> None:
     pool = open_pool(slots=3)
     alarms(pool, 150, actions_on(pool, tmp_path))
-
-
-def signal_in(process: int) -> None:
-    if os.getpid() == process:
-        signal.raise_signal(signal.SIGUSR1)
-
-
-class Signalling:
-    """Sends this process a signal while it is unpickled here."""
-
-    def __init__(self, process: int) -> None:
-        self._process = process
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return signal_in, (self._process,)
-
-
-def yields_signalling(process: int) -> Iterator[Signalling]:
-    yield Signalling(process)
-
-
-def test_a_handler_that_raises_while_a_value_is_unpickled(compute: sky.Compute) -> None:
-    before = signal.signal(signal.SIGUSR1, lambda *_: stop())
-    try:
-        values = sky.function(yields_signalling)(os.getpid()) >> compute
-        with pytest.raises(Stop):
-            next(values)
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    assert add(1, 2) >> compute == 3
-
-
-def test_a_handler_that_raises_while_a_file_is_opened_leaves_no_descriptor(
-    compute: sky.Compute, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    opens, signals = os.open, [signal.SIGUSR1]
-
-    def and_signal(*arguments: Any, **options: Any) -> int:
-        fd = opens(*arguments, **options)
-        if signals:
-            os.kill(os.getpid(), signals.pop())
-            time.sleep(0.01)  # the main thread gets it
-        return fd
-
-    (tmp_path / "small").write_bytes(b"content")
-    before = signal.signal(signal.SIGUSR1, lambda *_: stop())
-    try:
-        monkeypatch.setattr(os, "open", and_signal)
-        with pytest.raises(Stop):
-            compute.download(tmp_path / "small", to=tmp_path / "back")
-    finally:
-        signal.signal(signal.SIGUSR1, before)
-    compute.download(tmp_path / "small", to=tmp_path / "back")
-    assert (tmp_path / "back" / "small").read_bytes() == b"content"
 
 
 @pytest.mark.soak

@@ -31,7 +31,7 @@ from skyfab.lab import Lab
 from skyfab.ssh import Stream, transport_for
 from skyfab.ssh.fabric import Fabric
 from skyfab.ssh.logins import ServerBusy
-from skyfab.ssh.openssh import OpenSSH, _has_aes, _is_since, explain
+from skyfab.ssh.openssh import OpenSSH, _is_since, explain
 from skyfab.ssh.process import ProcessStream
 from skyfab.ssh.prompts import Prompts, places
 from skyfab.ui.prompt import TERMINAL
@@ -44,27 +44,6 @@ both = pytest.mark.parametrize("by", ["openssh", "fabric"])
 
 Open = Callable[[str], Stream]
 Hosts = Callable[..., list[sky.Host]]
-
-
-@pytest.mark.parametrize(
-    ("about", "expected"),
-    [
-        ("processor\t: 0\nflags\t\t: fpu sse2 aes avx\n", True),
-        ("Features\t: fp asimd aes pmull\n", True),
-        ("model name\t: aes\nflags\t\t: fpu sse2 vaes\n", False),
-        ("Features\t: fp asimd crc32\n", False),
-        (None, True),
-    ],
-)
-def test_the_cipher_of_processors_without_instructions_for_it_is_not_preferred(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, about: str | None, expected: bool
-) -> None:
-    if about is not None:
-        (tmp_path / "cpuinfo").write_text(about)
-    assert _has_aes(tmp_path / "cpuinfo") is expected
-    monkeypatch.setattr("skyfab.ssh.openssh._has_aes", lambda: expected)
-    way = OpenSSH(sky.Host(name="node1", address="192.0.2.1"), sky.Inventory(hosts={}))
-    assert ("Ciphers=^aes128-gcm@openssh.com" in " ".join(way.argv("true"))) is expected
 
 
 def settings_of(words: list[str]) -> dict[str, str]:
@@ -97,7 +76,7 @@ def test_settings_of_ssh_config_neither_weaken_a_login_nor_change_its_streams(
     assert [one["sessiontype"] for one in found[:2]] == ["default", "none"]
 
 
-@pytest.mark.parametrize("jump", ["gateway", "root@gateway", "gateway:2201"])
+@pytest.mark.parametrize("jump", ["root@gateway", "gateway:2201"])
 def test_a_jump_host_of_the_inventory_keeps_its_keys_with_another_user_or_port(jump: str) -> None:
     host = sky.Host(name="node1", address="127.0.0.1", jump=jump)
     key = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIPUnK2Ray/BWDM/iFcd8qYpFn0ZZwGRpokCBZRVDGLkJ"
@@ -217,27 +196,10 @@ def test_every_byte_value_comes_back_unchanged(opened: Open) -> None:
     assert echo(opened("cat"), data) == data
 
 
-def test_many_buffers_arrive_in_order(opened: Open) -> None:
-    """A send takes a list of buffers, as many as there are, and says how much of it went."""
-    stream = opened("cat")
-    data = [bytes([number % 256]) * (1 + number % 7) for number in range(200)]
-    whole = b"".join(data)
-    sent = stream.send(data)
-    assert 0 < sent <= len(whole)
-    found: list[bytes] = []
-    exchange(stream, iter([whole[sent:]]), len(whole), found.append)
-    assert b"".join(found) == whole
-
-
-def test_32_mb_each_way_at_once(opened: Open) -> None:
+def test_12_mb_each_way_at_once(opened: Open) -> None:
     """Neither side waits for the other to read first."""
-    data = os.urandom(MB) * 32
+    data = os.urandom(MB) * 12
     assert hashlib.sha256(echo(opened("cat"), data)).digest() == hashlib.sha256(data).digest()
-
-
-def test_receiving_never_blocks(opened: Open) -> None:
-    stream = opened("cat")
-    assert try_to_receive(stream, memoryview(bytearray(1))) is None
 
 
 def test_a_full_pipe_says_so_and_does_not_block(opened: Open) -> None:
@@ -254,8 +216,8 @@ def test_a_full_pipe_says_so_and_does_not_block(opened: Open) -> None:
 
 
 def test_the_end_of_the_command_is_the_end_of_the_stream(opened: Open) -> None:
-    stream = opened("printf done")
-    assert rest(stream) == b"done"
+    stream = opened("printf 1; echo noise >&2; printf 2; echo noise >&2; printf 3")
+    assert rest(stream) == b"123", "stderr does not mix in"
     assert some(stream) == b"", "and it stays ended"
 
 
@@ -264,8 +226,9 @@ def test_closing_ends_the_input_of_the_command(transport: str, hosts_of: Hosts, 
     way = transport_for(host, sky.Inventory(hosts={host.name: host}))
     stream = way.open(f"echo ready; cat >/dev/null; echo over >{spot / 'over'}")
     assert some(stream).startswith(b"ready")
-    stream.close()
-    way.close()
+    for _ in range(2):
+        stream.close()
+        way.close()
     spot.wait("over")
 
 
@@ -289,7 +252,6 @@ def test_sending_to_a_command_that_has_ended_is_an_error(opened: Open) -> None:
     ("command", "message"),
     [
         ("echo first >&2; echo the reason >&2; exit 7", "the connection ended: the reason"),
-        ("exit 7", "the connection ended"),
         ("exec /no/such/program", "the connection ended: .*/no/such/program.*"),
     ],
 )
@@ -303,14 +265,9 @@ def test_a_command_that_fails_explains_itself(opened: Open, command: str, messag
     assert re.fullmatch(message, error.message)
 
 
-def test_stderr_does_not_mix_in(opened: Open) -> None:
-    stream = opened("printf 1; echo noise >&2; printf 2; echo noise >&2; printf 3")
-    assert rest(stream) == b"123"
-
-
 def test_a_flood_of_stderr_takes_no_disk_and_its_end_is_kept(opened: Open) -> None:
     """A host writes what it likes there, for as long as the session lasts."""
-    stream = opened("head -c 70000000 /dev/zero >&2; echo the reason >&2; exit 7")
+    stream = opened("head -c 7000000 /dev/zero >&2; echo the reason >&2; exit 7")
     assert rest(stream) == b""
     assert temporary_bytes() < MB
     assert isinstance(error := stream.explain(), sky.HostLost)
@@ -332,21 +289,6 @@ def temporary_bytes() -> int:
             found = os.fstat(int(fd.name))
             total += found.st_size if stat.S_ISREG(found.st_mode) and not found.st_nlink else 0
     return total
-
-
-def test_two_streams_to_one_host_do_not_meet(opened: Open) -> None:
-    one, two = opened("cat"), opened("cat")
-    assert echo(one, b"one") == b"one"
-    assert echo(two, b"two") == b"two"
-
-
-def test_closing_twice_is_fine(transport: str, hosts_of: Hosts) -> None:
-    host = hosts_of(transport, 1)[0]
-    way = transport_for(host, sky.Inventory(hosts={host.name: host}))
-    stream = way.open("cat")
-    for _ in range(2):
-        stream.close()
-        way.close()
 
 
 @pytest.fixture
@@ -373,10 +315,9 @@ def test_a_program_with_more_than_1024_files_open_has_pools_too(
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-@both
-def test_more_than_512_mb_each_way(by: str, hosts_of: Hosts) -> None:
+def test_more_than_512_mb_each_way(hosts_of: Hosts) -> None:
     """paramiko changes keys after 512 MB, in the middle of the traffic: nothing is lost, nothing hangs."""
-    host = hosts_of(by, 1)[0]
+    host = hosts_of("fabric", 1)[0]
     way = transport_for(host, sky.Inventory(hosts={host.name: host}))
     stream = way.open("cat")
     piece = os.urandom(MB)
@@ -412,9 +353,6 @@ def test_a_stream_ends_with_what_its_program_has_started(then: str, runs_on: Cal
             "channel 0: open failed: connect failed: No route to host",
             "its jump host cannot connect to it: No route",
         ),
-        ("channel 0: open failed: administratively prohibited: open failed", "connect to it: administratively prohib"),
-        ("/bin/bash: line 1: exec: nc: not found", "its ProxyCommand does not run: nc: not found"),
-        ("sh: 1: exec: nc: not found", "its ProxyCommand does not run: nc: not found"),
         ("zsh:1: command not found: nc", "closed the connection before the login"),
         ("kex_exchange_identification: read: Connection reset by peer", "closed the connection before the login"),
     ],
@@ -448,16 +386,6 @@ def test_no_text_of_a_host_takes_long_to_examine() -> None:
     """It may write anything before the login fails, of which 64 KiB are kept: hours with a careless pattern."""
     host, text = sky.Host(name="a"), f"{'@' * 65536}\nPermission denied"
     assert isinstance(explain([host], 255, text, sky.Inventory(hosts={"a": host})), sky.AuthenticationRefused)
-
-
-def test_jump_hosts_that_need_each_other_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    (tmp_path / "config").write_text("Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
-    monkeypatch.setenv("SKYFAB_SSH_CONFIG", str(tmp_path / "config"))
-    host = sky.Host(name="a")
-    error = explain([host], 255, "Connection timed out during banner exchange", sky.Inventory(hosts={"a": host}))
-    assert isinstance(error, sky.Unreachable)
-    assert error.hint is not None
-    assert "form a loop: a → b → a" in error.hint
 
 
 # ---- which transport
@@ -578,11 +506,11 @@ def test_two_jump_hosts_in_a_row(namespaces: Lab, hosts_of: Hosts, by: str) -> N
         assert compute.hosts[0].connection.run("hostname", hide=True, in_stream=False).stdout.strip() == "node3"
 
 
-@pytest.mark.parametrize("lax", ["no", "accept-new"])
 @both
 def test_an_unknown_key_of_a_jump_host_of_no_inventory_is_refused_whatever_ssh_config_says(
-    namespaces: Lab, hosts_of: Hosts, by: str, lax: str, known_hosts: Path, ssh_config: Callable[[str], None]
+    namespaces: Lab, hosts_of: Hosts, by: str, known_hosts: Path, ssh_config: Callable[[str], None]
 ) -> None:
+    lax = {"openssh": "no", "fabric": "accept-new"}[by]
     ssh_config(alias(namespaces, "bastion", "node1") + f"Host *\n  StrictHostKeyChecking {lax}\n")
     with pytest.raises(sky.HostKeyRefused):
         pool_of(replace(hosts_of(by, 2)[1], jump="bastion")).open()
@@ -604,16 +532,6 @@ def alias(lab: Lab, name: str, host: str, more: str = "", user: str = "root") ->
     return f"Host {name}\n  HostName {address}\n  User {user}\n  IdentityFile {lab[host].identity}\n  {more}\n"
 
 
-@both
-def test_an_alias_of_ssh_config(namespaces: Lab, by: str, known_hosts: Path, ssh_config: Callable[[str], None]) -> None:
-    """Address, user and key are ssh_config's matter; the host is known by its alias."""
-    ssh_config(alias(namespaces, "box", "node1", user="ada"))
-    record(known_hosts, (namespaces["node1"].address, namespaces["node1"].host_key))
-    with pool_of(sky.Host(name="box", transport=by, python=namespaces["node1"].python)) as compute:  # type: ignore[arg-type]
-        assert (where() >> compute)[:2] == ("node1", "ada")
-        assert compute.hosts[0].name == "box"
-
-
 def test_hosts_that_only_ssh_config_has_are_reached(
     namespaces: Lab, known_hosts: Path, ssh_config: Callable[[str], None]
 ) -> None:
@@ -627,13 +545,16 @@ def test_hosts_that_only_ssh_config_has_are_reached(
 
 
 @both
-def test_proxyjump_of_ssh_config(
+def test_an_alias_and_a_proxyjump_of_ssh_config(
     namespaces: Lab, by: str, known_hosts: Path, ssh_config: Callable[[str], None]
 ) -> None:
-    ssh_config(alias(namespaces, "bastion", "node1") + alias(namespaces, "inner", "node2", "ProxyJump bastion"))
+    """Address, user and key are ssh_config's matter; the host is known by its alias."""
+    inner = alias(namespaces, "inner", "node2", "ProxyJump bastion", user="ada")
+    ssh_config(alias(namespaces, "bastion", "node1") + inner)
     record(known_hosts, *((host.address, host.host_key) for host in namespaces.hosts))
     with pool_of(sky.Host(name="inner", transport=by, python=namespaces["node2"].python)) as compute:  # type: ignore[arg-type]
-        assert where() >> compute == ("node2", "root", namespaces["node1"].address)
+        assert where() >> compute == ("node2", "ada", namespaces["node1"].address)
+        assert compute.hosts[0].name == "inner"
 
 
 @both
@@ -645,17 +566,6 @@ def test_the_key_of_a_proxyjump_is_checked_too(
     record(known_hosts, (namespaces["node2"].address, namespaces["node2"].host_key))
     with pytest.raises(sky.HostKeyRefused):
         pool_of(sky.Host(name="inner", transport=by, python=namespaces["node2"].python)).open()  # type: ignore[arg-type]
-
-
-@both
-def test_a_jump_may_be_an_alias_of_ssh_config(
-    namespaces: Lab, hosts_of: Hosts, by: str, known_hosts: Path, ssh_config: Callable[[str], None]
-) -> None:
-    ssh_config(alias(namespaces, "bastion", "node1"))
-    record(known_hosts, (namespaces["node1"].address, namespaces["node1"].host_key))
-    target = hosts_of(by, 2)[1]
-    with pool_of(replace(target, jump="bastion")) as compute:
-        assert (where() >> compute)[2] == namespaces["node1"].address
 
 
 @both
@@ -841,19 +751,17 @@ def test_a_changed_key_is_refused_and_says_so(
     assert re.search(r"skyfab trust --hosts=node1 --replace", caught.value.hint or "")
 
 
-@pytest.mark.parametrize("hashed", [False, True])
 @both
 def test_marked_and_broken_lines_of_known_hosts_are_not_in_the_way(
-    lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str, hashed: bool
+    lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str
 ) -> None:
-    """People who use host certificates, or have revoked a key of another host, have such lines."""
+    """People who use host certificates, or have revoked a key of another host, have such lines. Names may be hashed."""
     host = stranger(by)
     other, own = lab.hosts[1].host_key, lab.hosts[0].host_key
     record(known_hosts, (place(host), own))
-    if hashed:
-        subprocess.run(["ssh-keygen", "-H", "-f", str(known_hosts)], check=True, capture_output=True)
-        known_hosts.with_suffix(".old").unlink()
-        assert str(host.address) not in known_hosts.read_text()
+    subprocess.run(["ssh-keygen", "-H", "-f", str(known_hosts)], check=True, capture_output=True)
+    known_hosts.with_suffix(".old").unlink()
+    assert str(host.address) not in known_hosts.read_text()
     known_hosts.write_text(
         f"# a comment\n\n@cert-authority *.example.org {other}\n@revoked * {other}\nbroken ssh-ed25519 AAAA!\n"
         f"{known_hosts.read_text()}"
@@ -862,14 +770,13 @@ def test_marked_and_broken_lines_of_known_hosts_are_not_in_the_way(
         assert len(where() >> compute) == 3
 
 
-@pytest.mark.parametrize("recorded", [True, False])
 @both
 def test_a_revoked_key_is_refused_and_says_so(
-    lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str, recorded: bool
+    lab: Lab, stranger: Callable[[str], sky.Host], known_hosts: Path, by: str
 ) -> None:
     host = stranger(by)
     key = lab.hosts[0].host_key
-    known_hosts.write_text(f"@revoked * {key}\n" + (f"{place(host)} {key}\n" if recorded else ""))
+    known_hosts.write_text(f"@revoked * {key}\n{place(host)} {key}\n")
     with pytest.raises(sky.HostKeyRefused, match="revoked") as caught:
         pool_of(host).open()
     assert "trust" not in str(caught.value)

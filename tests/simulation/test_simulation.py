@@ -10,10 +10,9 @@ from pathlib import Path
 import pytest
 
 import skyfab as sky
-from simulation import functions
 from simulation.__main__ import main
 from simulation.scenario import Broken, Scenario
-from simulation.threads import Loop, Stuck, Thread, Threading
+from simulation.threads import Loop, Stuck, Threading
 from simulation.world import World
 from skyfab.pool import map as map_module
 from skyfab.protocol.blobs import name_of
@@ -22,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_the_same_seed_is_the_same_run_in_every_process() -> None:
-    program = "import sys; from simulation.__main__ import main; sys.exit(main(['--hosts=6', '--seed=3', '--seeds=2']))"
+    program = "import sys; from simulation.__main__ import main; sys.exit(main(['--hosts=5', '--seed=3', '--seeds=2']))"
     runs = []
     for number in (1, 2):
         env = {**os.environ, "PYTHONHASHSEED": str(number)}
@@ -48,17 +47,6 @@ def test_a_thousand_hosts_that_lose_a_tenth_keep_all_promises() -> None:
     scenario = Scenario(1000, 7)
     scenario.with_losses()
     assert scenario.threads < 1000
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(400)
-def test_a_thousand_hosts_cost_in_proportion() -> None:
-    scenario = Scenario(1000, 7)
-    scenario.without_faults()
-    by_name = {row.name: row for row in scenario.rows}
-    assert by_name["open"].heartbeats < 4 * 1000, "a new host sends no heartbeats of the others"
-    assert by_name["open"].logins == 1000
-    assert scenario.threads < 300
 
 
 def test_a_defect_is_found_and_its_seed_replays(
@@ -102,26 +90,6 @@ def test_what_waits_forever_is_found() -> None:
 
     with pytest.raises(Stuck, match=r"3 threads wait at 1\.0 s"):
         loop.run(program)
-
-
-def test_threads_take_turns_and_time_passes_only_when_all_wait() -> None:
-    loop = Loop(1)
-    threads = Threading(loop)
-    seen: list[tuple[str, float]] = []
-
-    def sleeper(name: str, seconds: float) -> None:
-        loop.wait(loop.now + seconds)
-        seen.append((name, round(loop.now, 3)))
-
-    def program() -> None:
-        made: list[Thread] = [threads.Thread(target=sleeper, args=(f"{n}", 10.0 / n)) for n in (1, 2, 4)]
-        for thread in made:
-            thread.start()
-        for thread in made:
-            thread.join()
-
-    loop.run(program)
-    assert seen == [("4", 1002.5), ("2", 1005.0), ("1", 1010.0)]
 
 
 # ---- what the simulation has found
@@ -169,13 +137,3 @@ def test_hosts_at_the_end_of_a_long_relay_wait_for_their_sources() -> None:
     world.run(program)
     assert all(host.blobs for host in world.hosts.values())
     assert sent[0] < 1.2
-
-
-def test_a_map_runs_the_function_itself() -> None:
-    world = World(4, 1)
-
-    def program() -> list[int]:
-        with world.pool() as compute:
-            return compute.map(sky.function(functions.square), range(9))
-
-    assert world.run(program) == [item * item for item in range(9)]

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, TextIO
+from typing import TextIO
 
 import pytest
 from hypothesis import given
@@ -43,7 +43,7 @@ from skyfab.ui.prompt import TERMINAL
 from skyfab.ui.screen import Screen
 from skyfab.ui.suppressed import is_noise
 from skyfab.ui.table import table
-from skyfab.ui.terminal import LiveLines, clean, clean_lines, is_rich
+from skyfab.ui.terminal import LiveLines, clean, clean_lines
 
 SGR = re.compile(r"\x1b\[[0-9;:]*m")
 
@@ -187,15 +187,6 @@ def seen(file: io.StringIO) -> list[str]:
 # ---- plain lines
 
 
-def test_each_stream_goes_to_its_own_file_in_order(plain: Plain, stdout: Recorder, stderr: Recorder) -> None:
-    first, second, third = out("a"), out("b", err=True), out("c", "node2", rank=None)
-    for event in (first, second, third):
-        plain(event)
-    plain.flush()
-    assert stdout.getvalue() == f"{first}\n{third}\n" == "node1[0] a\nnode2 c\n"
-    assert stderr.getvalue() == "node1[0] b\n"
-
-
 def test_both_streams_in_one_file_keep_their_order(clock: Clock, write_to: WriteTo) -> None:
     both = io.StringIO()
     write_to(both, both)
@@ -204,33 +195,6 @@ def test_both_streams_in_one_file_keep_their_order(clock: Clock, write_to: Write
         made(out(str(number), err=number % 2 == 1))
     made.close()
     assert both.getvalue() == "".join(f"node1[0] {number}\n" for number in range(6))
-
-
-def test_a_file_without_flush_ends_no_thread(plain: Plain, stdout: Recorder, write_to: WriteTo) -> None:
-    own: Any = SimpleNamespace(write=stdout.write)
-    write_to(own, own)
-    plain(out("a"))
-    plain.flush()
-    plain(ended())
-    assert stdout.getvalue() == "node1[0] a\n"
-
-
-def test_many_lines_are_one_write(plain: Plain, stdout: Recorder) -> None:
-    for number in range(10_000):
-        plain(out(f"line {number}"))
-    plain.flush()
-    assert stdout.writes == 1
-    assert stdout.getvalue().count("\n") == 10_000
-
-
-def test_a_writer_of_too_much_waits_for_the_reader(
-    plain: Plain, stdout: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(printer, "_MOST", 1000)
-    monkeypatch.setattr(printer, "_OVERHEAD", 0)
-    for _ in range(100):
-        plain(out("x" * 90))
-    assert 9 <= stdout.writes <= 11
 
 
 class Paused(io.StringIO):
@@ -290,13 +254,6 @@ def test_an_output_that_has_caught_up_is_waited_for_again(clock: Clock, write_to
     made.close()
 
 
-def test_what_was_written_is_there_when_a_call_ends(plain: Plain, stdout: Recorder) -> None:
-    plain(out("before"))
-    assert stdout.getvalue() == ""
-    plain(ended())
-    assert stdout.getvalue() == "node1[0] before\n"
-
-
 def test_plain_shows_what_went_wrong_with_hosts_and_nothing_else(
     plain: Plain, stdout: Recorder, stderr: Recorder
 ) -> None:
@@ -325,33 +282,6 @@ def test_a_log_has_only_the_last_state_of_a_bar(plain: Plain, stderr: Recorder) 
     plain(out("100%", err=True))
     plain.flush()
     assert stderr.getvalue() == "node1[0] 100%\n"
-
-
-def test_an_empty_line_only_ends_a_bar(plain: Plain, stderr: Recorder) -> None:
-    plain(out("99%", err=True, end="\r"))
-    plain(out("", err=True))
-    plain(out("", err=True))
-    plain.flush()
-    assert stderr.getvalue() == "node1[0] 99%\nnode1[0] \n"
-
-
-def test_a_long_bar_gives_a_sign_of_life_now_and_then(plain: Plain, stdout: Recorder, clock: Clock) -> None:
-    for step in range(48):
-        plain(out(f"step {step}", end="\r"))
-        clock.now += 0.25
-    plain.flush()
-    assert stdout.getvalue() == "node1[0] step 20\nnode1[0] step 40\n"
-
-
-def test_bars_of_ranks_and_streams_do_not_mix(plain: Plain, stdout: Recorder, stderr: Recorder) -> None:
-    plain(out("bar", err=True, end="\r"))
-    plain(out("other", rank=1, end="\r"))
-    plain(out("line"))
-    plain.flush()
-    assert stdout.getvalue() == "node1[0] line\n"
-    plain.close()
-    assert stdout.getvalue() == "node1[0] line\nnode1[1] other\n"
-    assert stderr.getvalue() == "node1[0] bar\n"
 
 
 @pytest.mark.parametrize("close", [False, True])
@@ -399,25 +329,6 @@ def test_a_terminal_shows_bars_in_place_below_the_lines(screen: Screen, stdout: 
     screen(out("100%", rank=1, err=True))
     screen.close()
     assert seen(stdout)[-2:] == ["node1[1] │ 100%", "node1[0] │ 30%"]
-
-
-def test_a_bar_is_drawn_once_for_all_its_states_between_two_frames(screen: Screen, stdout: Recorder) -> None:
-    for percent in range(1000):
-        screen(out(f"{percent}%", end="\r"))
-    screen.flush()
-    assert stdout.writes == 1
-    screen.flush()
-    assert stdout.writes in (1, 2) and stdout.getvalue().count("999%") == 1
-    assert screen._pace() >= 0.1  # at most ten frames a second
-
-
-def test_what_the_program_prints_over_a_bar_stays(screen: Screen, stdout: Recorder) -> None:
-    screen(out("10%", end="\r"))
-    screen.flush()
-    stdout.write("a line of the program's own\n")
-    screen(out("20%", end="\r"))
-    screen.flush()
-    assert seen(stdout) == ["a line of the program's own", "node1[0] │ 20%"]
 
 
 def test_a_part_of_a_line_that_the_program_has_printed_stays(screen: Screen, stdout: Recorder) -> None:
@@ -480,39 +391,6 @@ def test_the_progress_of_a_transfer_is_erased_before_the_program_continues(scree
     screen(Moved(host="node1", what="sending files", done=3, total=3))
     stdout.write("sent\n")
     assert seen(stdout) == ["compared", "sent"]
-
-
-def test_the_spinner_turns_by_itself(screen: Screen, stdout: Recorder, clock: Clock) -> None:
-    screen(HostState(host="node1", state="connecting"))
-    first = seen(stdout)
-    assert screen._restless() is not None
-    clock.now += 0.15
-    screen.flush()
-    assert len(seen(stdout)) == 1 and seen(stdout) != first
-    screen(HostState(host="node1", state="ready"))
-    assert screen._restless() is None
-
-
-def test_a_host_that_fails_leaves_its_line_and_no_summary(screen: Screen, stdout: Recorder) -> None:
-    for name in ("node1", "node2"):
-        screen(HostState(host=name, state="connecting"))
-    screen(HostState(host="node2", state="failed", detail="Unreachable"))
-    screen(HostState(host="node1", state="ready"))
-    screen.close()
-    assert seen(stdout) == ["✗ node2: failed (Unreachable)"]
-
-
-def test_this_machine_alone_is_not_worth_a_word(screen: Screen, stdout: Recorder) -> None:
-    for state in ("connecting", "ready", "closed"):
-        screen(HostState(host="local", state=state))  # type: ignore[arg-type]
-    screen.close()
-    assert stdout.getvalue() == ""
-
-
-def test_an_end_while_connecting_leaves_nothing_on_the_screen(screen: Screen, stdout: Recorder) -> None:
-    screen(HostState(host="node1", state="connecting"))
-    screen.close()
-    assert seen(stdout) == []
 
 
 def test_the_screen_is_left_alone_while_a_password_is_asked_for(
@@ -580,39 +458,6 @@ def test_whatever_a_host_writes_only_colours_come_through(text: str) -> None:
 # ---- attached
 
 
-class FakeTty(io.StringIO):
-    encoding = "utf-8"  # type: ignore[assignment]
-
-    def isatty(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize(
-    ("environ", "rich"),
-    [({"TERM": "xterm"}, True), ({"TERM": "dumb"}, False), ({}, False), ({"TERM": "xterm", "NO_COLOR": "1"}, True)],
-)
-def test_rich_is_for_terminals_that_can(environ: dict[str, str], rich: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("TERM", "NO_COLOR"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environ.items():
-        monkeypatch.setenv(name, value)
-    assert is_rich(FakeTty(), FakeTty()) is rich
-    assert not is_rich(FakeTty(), io.StringIO())
-    assert not is_rich(FakeTty(), None)
-
-
-def test_auto_looks_at_both_files(write_to: WriteTo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    for other, mark in ((FakeTty(), "│ hi"), (io.StringIO(), "node1[0] hi")):
-        file, events = FakeTty(), Events()
-        write_to(file, other)
-        detach = attach(events, "auto")
-        events.emit(out("hi"))
-        detach()
-        assert mark in SGR.sub("", file.getvalue())
-
-
 def test_lines_appear_without_anybody_asking_and_the_thread_ends(stdout: Recorder, write_to: WriteTo) -> None:
     events = Events()
     write_to(stdout, stdout)
@@ -642,25 +487,6 @@ def test_nothing_is_lost_or_torn_when_many_hosts_speak(stdout: Recorder, write_t
     for number in range(4):
         mine = [line for line in lines if line.startswith(f"node{number} ")]
         assert mine == [f"node{number} {count}" for count in range(2000)]
-
-
-def test_a_pool_without_output_has_no_thread(stdout: Recorder, write_to: WriteTo) -> None:
-    events = Events()
-    write_to(stdout, stdout)
-    detach = attach(events, "plain")
-    events.emit(HostState(host="local", state="ready"))
-    events.emit(ended("local"))
-    assert not [thread for thread in threading.enumerate() if thread.name == "skyfab-ui"]
-    detach()
-
-
-def test_plain_writes_where_print_would(capsys: pytest.CaptureFixture[str]) -> None:
-    events = Events()
-    detach = attach(events, "plain")
-    events.emit(out("to stdout"))
-    events.emit(out("to stderr", err=True))
-    detach()
-    assert tuple(capsys.readouterr()) == ("node1[0] to stdout\n", "node1[0] to stderr\n")
 
 
 def test_a_reader_that_left_does_not_disturb_the_call(capsys: pytest.CaptureFixture[str], write_to: WriteTo) -> None:
@@ -697,15 +523,6 @@ def test_characters_that_the_file_cannot_hold_are_spelled_out(write_to: WriteTo)
 def test_a_plain_table_is_aligned(capsys: pytest.CaptureFixture[str]) -> None:
     table(("host", "loss"), [("node1", "0.5"), ("n2", "10.25"), ("\x1b[2Jn3", "")], right=("loss",))
     assert capsys.readouterr().out.splitlines() == ["host    loss", "node1    0.5", "n2     10.25", "n3"]
-
-
-def test_a_rich_table_takes_cells_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    file = FakeTty()
-    monkeypatch.setattr("sys.stdout", file)
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    table(("host", "state"), [("node[1]", "[bold]not markup[/bold]")])
-    assert "node[1]" in file.getvalue() and "[bold]not markup[/bold]" in file.getvalue()
 
 
 # ---- what runs
@@ -775,29 +592,6 @@ def test_a_long_import_is_told_in_the_line_of_its_call(
         assert [line[2:] for line in seen(stdout)] == ["train · 2 ranks · 0:11"]
 
 
-def test_a_long_import_is_one_line_in_a_file(plain: Plain, stderr: Recorder, clock: Clock) -> None:
-    plain(imports("torch"))
-    plain(imports("numpy", rank=1))
-    plain(imports("jax", host="node2", rank=None))
-    clock.now += 4.9
-    plain.flush()
-    plain(imports("", rank=1))
-    plain(over("f", host="node2"))  # its process was stopped
-    clock.now += 0.2
-    for _ in range(2):
-        plain.flush()
-    assert stderr.getvalue() == "node1[0]: importing torch\n"
-
-
-def test_many_functions_have_few_lines(screen: Screen, stdout: Recorder, clock: Clock, waiting: Waiting) -> None:
-    with waiting:
-        for number in range(9):
-            screen(CallStarted(host="node1", call=number, function=f"f{number}"))
-        clock.now += 2
-        screen.flush()
-        assert [line[2:] for line in seen(stdout)][-2:] == ["f2 · 1 rank · 0:02", "… and 6 more"]
-
-
 def test_a_map_says_how_far_it_is_and_how_long_it_takes(
     screen: Screen, stdout: Recorder, clock: Clock, waiting: Waiting
 ) -> None:
@@ -814,14 +608,6 @@ def test_a_map_says_how_far_it_is_and_how_long_it_takes(
         assert seen(stdout) == []
 
 
-def test_a_map_in_a_file_says_now_and_then_how_far_it_is(plain: Plain, stderr: Recorder, clock: Clock) -> None:
-    for done in range(1, 13):
-        plain(Mapped(host="", function="square", done=done, total=12))
-        clock.now += 1
-    plain.flush()
-    assert stderr.getvalue() == "square: 6 of 12\nsquare: 11 of 12\n"
-
-
 def test_a_host_that_does_not_answer_counts_its_seconds_until_it_is_back(
     screen: Screen, stdout: Recorder, clock: Clock
 ) -> None:
@@ -836,13 +622,6 @@ def test_a_host_that_does_not_answer_counts_its_seconds_until_it_is_back(
 
 NUMPY = "Failed to initialize NumPy: No module named"
 NOISE = "[Gloo] Rank 0 is connected to 1 peer ranks. Expected number of connected peer ranks is : 1"
-
-
-def test_what_frameworks_say_at_their_start_is_not_shown(plain: Plain, stdout: Recorder) -> None:
-    plain(out(NOISE))
-    plain(out("epoch 1"))
-    plain.flush()
-    assert stdout.getvalue().splitlines() == ["node1[0] epoch 1"]
 
 
 @pytest.mark.parametrize(

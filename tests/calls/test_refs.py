@@ -9,6 +9,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import cloudpickle
 import pytest
 
 import skyfab as sky

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -62,6 +63,17 @@ class Mlp(nn.Module):
         return self.layers(x).pow(2).mean()
 
 
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(6, 4, 2), nn.BatchNorm2d(4)
+        )
+
+    def forward(self, x: Any) -> Any:
+        return (self.layers(x).flatten(1).log_softmax(1) ** 2).mean()
+
+
 class Block(nn.Module):
     """A layer like those of Llama: rotated attention, and a gated layer."""
 
@@ -98,6 +110,7 @@ class Llama(nn.Module):
 
 CASES = {
     "mlp": (Mlp, lambda rows: torch.randn(rows, 12)),
+    "convolutions": (Convolutions, lambda rows: torch.randn(rows, 3, 10, 10)),
     "llama": (Llama, lambda rows: torch.randint(20, (rows, 6))),
 }
 
@@ -143,8 +156,24 @@ def test_the_same_numbers(device: Any, case: str, graphs: list[Any], notices: li
     assert not notices
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize("case", CASES)
+def test_the_same_numbers_with_inductor(device: Any, case: str, graphs: list[Any], notices: list[str]) -> None:
+    """The MLP's are those of `test_later_programs_find_what_was_compiled` too, in each run of the slow tests."""
+    compare(case, device)
+    assert len(graphs) == 1
+    assert not notices
+
+
+def test_the_backend_by_its_name(device: Any, graphs: list[Any]) -> None:
+    compare("mlp", device, backend="sky", options=EAGER)
+    assert "sky" in torch._dynamo.list_backends()
+    assert len(graphs) == 1
+
+
+@pytest.mark.parametrize("options", [{"backend": "sky"}, {"options": EAGER}])
 def test_a_graph_without_remote_tensors_is_compiled_here(
-    device: Any, graphs: list[Any], monkeypatch: pytest.MonkeyPatch
+    device: Any, options: dict[str, Any], graphs: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[Any] = []
 
@@ -153,7 +182,7 @@ def test_a_graph_without_remote_tensors_is_compiled_here(
         return module.forward
 
     monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
-    assert torch.compile(lambda x: x + 1, backend="sky", options=EAGER)(torch.ones(2)).tolist() == [2, 2]
+    assert torch.compile(lambda x: x + 1, **options)(torch.ones(2)).tolist() == [2, 2]
     assert (given, graphs) == ([{}], [])
 
 
@@ -180,7 +209,7 @@ def test_a_step_is_a_few_instructions(device: Any) -> None:
     assert found.operations + found.others <= 60
 
 
-@pytest.mark.parametrize("name", ["AdamW", "SGD"])
+@pytest.mark.parametrize("name", ["AdamW", "SGD", "Adagrad"])
 def test_compiled_optimizers(device: Any, name: str, graphs: list[Any], notices: list[str]) -> None:
     results = []
     for where in ("cpu", device):
@@ -198,11 +227,32 @@ def test_compiled_optimizers(device: Any, name: str, graphs: list[Any], notices:
     assert not notices
 
 
+@pytest.mark.slow
+def test_a_whole_step(device: Any, graphs: list[Any]) -> None:
+    model, x = made("mlp")
+    results = []
+    for where in ("cpu", device):
+        there = copy.deepcopy(model).to(where)
+        optimizer = torch.optim.AdamW(there.parameters(), lr=0.01)
+
+        def step(x: Any, model: Any = there, optimizer: Any = optimizer) -> Any:
+            loss = model(x)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        call = step if where == "cpu" else torch.compile(step, options=EAGER)
+        results.append([*(call(x.to(where)) for _ in range(4)), *there.parameters()])
+    close(results[1], results[0])
+    assert graphs
+
+
 def test_dynamic_sizes(device: Any, graphs: list[Any]) -> None:
     model, _ = made("llama")
     there = copy.deepcopy(model).to(device)
     compiled = torch.compile(there, options=EAGER)
-    for rows in (2, 3, 5):
+    for rows in (2, 3, 5, 7, 4):
         x = made("llama", rows)[1]
         for each in (model, there):
             each.zero_grad()
@@ -211,6 +261,16 @@ def test_dynamic_sizes(device: Any, graphs: list[Any]) -> None:
         expected.backward()
         close([found, there.tokens.weight.grad], [expected, model.tokens.weight.grad])
     assert len(graphs) == 2  # one of the first size, and one of any
+
+
+def test_sizes_are_dynamic_from_the_beginning(device: Any, graphs: list[Any]) -> None:
+    compiled = torch.compile(lambda x: (x.sum(0) / x.shape[0], x.shape[0] * 2), dynamic=True, options=EAGER)
+    for rows in (2, 3, 5):
+        x = torch.arange(7.0 * rows).view(rows, 7)
+        found, number = compiled(x.to(device))
+        close([found], [x.mean(0)])
+        assert number == 2 * rows
+    assert len(graphs) == 1
 
 
 def test_dropout_has_the_numbers_of_the_device(device: Any) -> None:
@@ -222,6 +282,21 @@ def test_dropout_has_the_numbers_of_the_device(device: Any) -> None:
     expected = F.dropout(x, 0.5) + torch.rand_like(x)
     assert torch.equal(found.cpu(), expected.cpu())
     assert not torch.equal(compiled(x).cpu(), expected.cpu())
+
+
+def test_autocast_in_graphs(device: Any, graphs: list[Any]) -> None:
+    model, x = made("llama")
+    model, x = model.to(device), x.to(device)
+
+    def inside(x: Any) -> Any:
+        with torch.autocast("sky", dtype=torch.bfloat16):
+            return model(x)
+
+    with torch.autocast("sky", dtype=torch.bfloat16):
+        expected, found = model(x), torch.compile(model, options=EAGER)(x)
+        assert torch.compile(lambda x: x @ x, options=EAGER)(torch.ones(2, 2, device=device)).dtype == torch.bfloat16
+    close([found, torch.compile(inside, options=EAGER)(x)], [expected.cpu()] * 2, 0.02)
+    assert len(graphs) == 3
 
 
 def test_autocast_inside_of_autocast(device: Any, graphs: list[Any], notices: list[str]) -> None:
@@ -408,6 +483,37 @@ def test_own_functions(device: Any, notices: list[str]) -> None:
     assert "autograd_function_apply" in notices[0]
 
 
+def test_backward_twice(device: Any) -> None:
+    x = torch.ones(2, device=device, requires_grad=True)
+    out = torch.compile(lambda x: (x * x).sum(), options=EAGER)(x)
+    out.backward(retain_graph=True)
+    out.backward()
+    assert x.grad.tolist() == [4, 4]
+
+
+@contextlib.contextmanager
+def logged(name: str) -> Iterator[list[str]]:
+    """What a logger of PyTorch, and those below it, say meanwhile."""
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger(name).addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger(name).removeHandler(handler)
+
+
+def test_more_recompiles_than_the_limit(device: Any, graphs: list[Any]) -> None:
+    compiled = torch.compile(lambda x, word: x * len(word), options=EAGER)
+    x = torch.ones(2, device=device)
+    with torch._dynamo.config.patch(recompile_limit=2), logged("torch._dynamo") as lines:
+        for word in ("a", "bb", "ccc", "dddd"):
+            assert compiled(x, word).tolist() == [len(word)] * 2
+    assert len(graphs) == 2
+    assert sum("recompile_limit" in line for line in lines) == 1  # PyTorch says so, once
+
+
 @contextlib.contextmanager
 def limited(device: Any, number: int) -> Iterator[None]:
     """The host's Dynamo compiles the same code at most so often."""
@@ -453,7 +559,7 @@ def inductor(device: Any, kind: str) -> Iterator[None]:
 def test_more_graphs_than_recompiles_there(device: Any, notices: list[str]) -> None:
     """The host's limit is that of one graph: a program may have more of them."""
     with inductor(device, "uncompiled"), limited(device, 2):
-        for number in range(3):
+        for number in range(4):
             assert torch.compile(lambda x, by=number: x * by + 1)(torch.ones(1, device=device)).tolist() == [number + 1]
     assert not notices
 
@@ -469,6 +575,43 @@ def test_more_sizes_than_recompiles_there(device: Any, notices: list[str]) -> No
     assert "its sizes vary too much" in notice
 
 
+def test_a_model_that_gets_another_layer(device: Any, graphs: list[Any]) -> None:
+    """Layers, sizes of parameters, and what is trained may change between steps."""
+    model, x = made("mlp")
+    there = copy.deepcopy(model).to(device)
+    compiled = torch.compile(there, options=EAGER)
+
+    def larger(model: Any) -> None:
+        torch.manual_seed(1)
+        where = model.layers[0].weight.device
+        model.layers[3] = nn.Linear(16, 7).to(where)
+        model.layers.append(nn.Tanh())
+
+    def frozen(model: Any) -> None:
+        model.layers[0].requires_grad_(False)
+
+    for change in (lambda model: None, larger, frozen):
+        results = []
+        for each, call, where in ((model, model, "cpu"), (there, compiled, device)):
+            change(each)
+            each.zero_grad()
+            loss = call(x.to(where))
+            loss.backward()
+            results.append([loss, *(p.grad for p in each.parameters() if p.grad is not None)])
+        close(results[1], results[0])
+    assert len(graphs) == 3
+
+
+def test_a_model_that_changes(device: Any, graphs: list[Any]) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.Dropout(0.5)).to(device)
+    compiled = torch.compile(model, options=EAGER)
+    x = torch.ones(2, 3, device=device)
+    compiled(x)
+    model.eval()
+    assert torch.equal(compiled(x).cpu(), model(x).cpu())
+    assert len(graphs) == 2
+
+
 def test_an_error_names_the_line(device: Any, line: Callable[[], int]) -> None:
     compiled = torch.compile(lambda table, at: table[at] * 2, options=EAGER)
     table = torch.ones(3, device=device)
@@ -480,6 +623,34 @@ def test_an_error_names_the_line(device: Any, line: Callable[[], int]) -> None:
         sky.synchronize()
     assert any(f"{__file__}:{number}" in str(found.value) for number in range(begin - 4, begin + 2))
     assert compiled(table, torch.tensor([2], device=device)).tolist() == [2]
+
+
+def test_what_inductor_cannot_compile_runs_uncompiled(device: Any, notices: list[str]) -> None:
+    """Without options the host compiles graphs; here its compiler is missing."""
+
+    def lose_compiler() -> None:
+        from torch._inductor import config
+
+        config.cpp.cxx = ("no-such-compiler",)
+
+    def find_compiler() -> None:
+        from torch._inductor import config
+
+        config.cpp.cxx = (None, "g++")
+
+    sky.run_on(device, lose_compiler)
+    try:
+        compiled = torch.compile(lambda x: (x * 2).sin())
+        x = torch.ones(3, device=device, requires_grad=True)
+        found = compiled(x)
+        found.sum().backward()
+        close([found, x.grad], [torch.full((3,), 2.0).sin(), 2 * torch.full((3,), 2.0).cos()])
+        compiled(x)
+    finally:
+        sky.run_on(device, find_compiler)
+    assert len(notices) == 1
+    assert "C++ compiler" in notices[0]
+    assert __file__ in notices[0]
 
 
 @pytest.mark.parametrize(
@@ -498,25 +669,51 @@ def test_what_inductor_says_is_passed_on_once(device: Any, notices: list[str], k
     assert text in notice
 
 
-@pytest.mark.parametrize(
-    ("arguments", "given"),
-    [
-        ({"mode": "max-autotune-no-cudagraphs", "backend": "sky"}, {"max_autotune": True}),
-        ({"mode": "reduce-overhead"}, {"triton.cudagraphs": True, "there": "inductor"}),
-        ({"mode": "reduce-overhead", "options": EAGER}, {"triton.cudagraphs": True, "there": "eager"}),
-    ],
-)
-def test_a_mode_is_one_of_inductors(
-    device: Any, arguments: Any, given: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_are_passed_on(device: Any) -> None:
+    torch.compile(lambda x: x + 1, options={**EAGER, "fallback_random": True})(torch.ones(2, device=device))
+
+    def options() -> list[dict[str, Any]]:
+        from skyfab.host.device import composite_host
+
+        found = [each.module for each in composite_host.MODULES.values()]
+        return [module.options for module in found if hasattr(module, "options")]
+
+    assert {"fallback_random": True} in sky.run_on(device, options)
+
+
+@pytest.mark.parametrize("backend", ["inductor", "sky"])
+def test_a_mode_is_one_of_inductors(device: Any, backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[Any] = []
+    monkeypatch.setattr(graph_backend, "compile_graph", lambda *args: found.append(args) or args[0].forward)
+    mode = "max-autotune-no-cudagraphs"
+    assert torch.compile(lambda x: x + 2, backend=backend, mode=mode)(torch.ones(1, device=device)).tolist() == [3]
+    ((_, options),) = found
+    assert options["max_autotune"] is True
+
+
+@pytest.mark.parametrize("options", [{}, {"options": EAGER}])
+def test_cuda_graphs_are_asked_for_there(device: Any, options: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """A mode may be given together with the option of remote devices."""
     found: list[Any] = []
     monkeypatch.setattr(graph_backend, "compile_graph", lambda *args: found.append(args) or args[0].forward)
-    assert torch.compile(lambda x: x + 4, **arguments)(torch.ones(1, device=device)).tolist() == [5]
-    ((_, options),) = found
-    assert given.items() <= options.items()
+    compiled = torch.compile(lambda x: x + 4, mode="reduce-overhead", **options)
+    assert compiled(torch.ones(1, device=device)).tolist() == [5]
+    ((_, given),) = found
+    assert given == {"triton.cudagraphs": True, "there": "eager" if options else "inductor"}
     with pytest.raises(RuntimeError, match="Either mode or options"):
         torch.compile(lambda x: x, mode="reduce-overhead", options={**EAGER, "fallback_random": True})
+
+
+@pytest.mark.slow
+def test_random_numbers_and_numbers_that_change_with_inductor(device: Any, notices: list[str]) -> None:
+    compiled = torch.compile(lambda x, scale: F.dropout(x, 0.5) * scale, options={"fallback_random": True})
+    x = torch.ones(50, device=device)
+    for scale in (1.5, 2.5, 3.5):
+        torch.manual_seed(3)
+        found = compiled(x, scale)
+        torch.manual_seed(3)
+        close([found], [(F.dropout(x, 0.5) * scale).cpu()])
+    assert not notices
 
 
 def test_invalid_options(device: Any) -> None:

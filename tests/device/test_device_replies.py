@@ -96,7 +96,7 @@ def test_any_reply(stream: DeviceStream, data: bytes) -> None:
     fresh = DeviceStream(99, "cpu", Node())
     batch = sent(fresh)
     batch.answered(messages.Result(parts=[len(data)]), [memoryview(data)])
-    assert batch.done
+    assert batch.is_there
     for look in (fresh.check, batch.value):
         try:
             look()

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, SkyfabError, Unreachable
 from skyfab.host.ask.examine import examine, sshd_setting
-from skyfab.inspect.doctor import checks, measure, pairs, report
-from skyfab.inspect.doctor.checks import CHECKS, findings
+from skyfab.inspect.doctor import measure, pairs, report
+from skyfab.inspect.doctor.checks import findings
 from skyfab.inspect.doctor.examine import refused
 from skyfab.inspect.doctor.finding import Finding
 from skyfab.inspect.doctor.host_report import EXAMINE, Facts, HostReport

@@ -9,7 +9,7 @@ import pytest
 
 from skyfab.errors import InventoryError
 from skyfab.inventory.host import Host
-from skyfab.inventory.inventory import Inventory, source_of
+from skyfab.inventory.inventory import Inventory
 
 
 def read(text: str, folder: Path, name: str = "hosts.ini") -> Inventory:

@@ -8,11 +8,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
-from stage.labs import answers, ssh, start
+from stage.labs import answers, greeting, needs_taps, ssh, start
 from stage.spot import until
 
+import skyfab as sky
 from skyfab.errors import UsageError
 from skyfab.lab import Lab, LabHost
 from skyfab.lab.root import PATH
@@ -61,12 +63,13 @@ def test_hosts_have_a_second_network_that_this_machine_is_not_on() -> None:
         assert all(reaches(second, address) for address in first.addresses.values())
 
 
-def test_isolated_hosts_see_this_machine_and_each_other_only_on_a_second_network() -> None:
-    with start(2, isolated=True, second_network=True) as lab:
+@pytest.mark.parametrize("second_network", [False, True])
+def test_isolated_hosts_see_this_machine_and_each_other_only_on_a_second_network(second_network: bool) -> None:
+    with start(2, isolated=True, second_network=second_network) as lab:
         first, second = lab.hosts
         second.reboot()
         assert all(answers(host) for host in lab.hosts)
-        assert [reaches(first, address) for address in second.addresses.values()] == [False, True]
+        assert [reaches(first, address) for address in second.addresses.values()] == [False, True][: 1 + second_network]
 
 
 # Behind forwarded ports
@@ -89,6 +92,22 @@ def test_hosts_behind_forwarded_ports_have_one_address_and_ports_of_this_machine
         assert host.run(["getent", "hosts", host.name]).stdout.split() == ["127.0.1.1", host.name]
     assert first.addresses["eth0"] == second.addresses["eth0"] == "10.0.2.15"
     assert reaches(first, second.addresses["fast0"])
+
+
+def test_calls_reach_hosts_behind_forwarded_ports(forwarded: Lab) -> None:
+    with sky.Compute("lab", inventory=forwarded.inventory, ui="none") as compute:
+        assert compute.map(len, ["a" * 3_000_000, "bb"]) == [3_000_000, 2]
+        assert [host.name for host in compute.hosts] == ["node1", "node2"]
+
+
+@needs_taps
+def test_a_host_behind_a_forwarded_port_can_be_delayed(forwarded: Lab) -> None:
+    host = forwarded.hosts[0]
+    assert greeting(host) < 0.5
+    host.delay(500)
+    assert greeting(host) >= 0.74
+    host.delay(None)
+    assert greeting(host) < 0.5
 
 
 def test_a_cut_behind_a_forwarded_port_is_silence_and_a_reboot_keeps_the_port(forwarded: Lab) -> None:
@@ -134,6 +153,15 @@ def test_a_host_without_python_has_none_that_a_shell_finds() -> None:
 # Names and shells
 
 
+def test_without_reverse_dns_addresses_have_no_names() -> None:
+    with start(2, reverse_dns=False) as lab:
+        first, second = lab.hosts
+        code = f"import socket; print(socket.getnameinfo(({second.address!r}, 1), socket.NI_NAMEREQD))"
+        assert "gaierror" in first.run([first.python, "-c", code], check=False).stderr
+        assert first.run(["getent", "hosts", "node1"]).stdout.split() == ["127.0.1.1", "node1"]
+        assert first.run(["getent", "hosts", "node2"], check=False).returncode != 0
+
+
 def test_users_have_the_login_shells_that_they_are_given() -> None:
     with start(1, shells={"root": "/bin/dash", "ada": "/bin/sh"}) as lab:
         for user, shell in (("root", "/bin/dash"), ("ada", "/bin/sh")):
@@ -167,26 +195,7 @@ for address in {others!r}:
 # Loopback
 
 
-def test_loopback_hosts_have_no_kinds() -> None:
+@pytest.mark.parametrize("kind", [{"isolated": True}, {"reverse_dns": False}, {"shells": {"root": "/bin/sh"}}])
+def test_loopback_hosts_have_no_kinds(kind: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="loopback hosts do not support this"):
-        Lab.start(1, kind="loopback", isolated=True)
-
-
-# How one logs in
-
-
-def methods(host: LabHost) -> str:
-    """The ways to log in that the host's server names."""
-    options = ["-F", "none", "-o", "BatchMode=yes", "-o", "UserKnownHostsFile=/dev/null"]
-    options += ["-o", "StrictHostKeyChecking=no"]
-    words = ["ssh", *options, "-i", "none", "-p", str(host.port), f"pat@{host.address}", "true"]
-    said = subprocess.run(words, capture_output=True, text=True).stderr
-    return said.rpartition("(")[2].partition(")")[0]
-
-
-def test_hosts_may_take_passwords_or_codes_and_no_keys() -> None:
-    with start(3, passwords=["node1"], codes=["node2"]) as lab:
-        assert [methods(host) for host in lab.hosts] == ["password", "keyboard-interactive", "publickey,password"]
-        assert lab["node1"].run(["cat", "/etc/ssh/sshd_config"]).stdout.count("UsePAM no") == 1
-        assert lab.code(0) != lab.code(1)
-        assert len(lab.code(0)) == 6
+        Lab.start(1, kind="loopback", **kind)

@@ -191,6 +191,13 @@ def test_a_script_in_the_home_folder_has_the_module_beside_it(run: Run, in_home:
         host.run(["rm", "-r", "/var/tmp/estimates"])
 
 
+def test_a_program_in_the_home_folder_has_the_module_beside_it(in_home: Path, namespaces: Lab) -> None:
+    env = {**os.environ, "SKYFAB_INVENTORY": str(namespaces.inventory)}
+    ran = subprocess.run([sys.executable, "estimate_pool.py"], cwd=in_home, env=env, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    assert 3 < float(ran.stdout) < 3.3
+
+
 # ---- Skyward's guides: https://github.com/gabfssilva/skyward/tree/main/guides
 #
 # The same uses of its names, with hosts in place of a provider. 15, a model that is sent, trained and returned, is
@@ -201,9 +208,44 @@ def test_guide_01_a_first_call(guide: Run) -> None:
     assert guide("g01_first_call") == ["power: 1024", "values: {'least': 1.0, 'most': 6.0, 'mean': 3.0}"]
 
 
+def test_guide_02_parallel_calls(guide: Run) -> None:
+    streamed = [f"streamed: {100 * number}" for number in range(5)]
+    assert guide("g02_parallel") == ["gathered: (1, 3, 5, 7)", "two: 3 a-b", "three: 7 c 0", *streamed]
+
+
+def test_guide_03_a_broadcast_over_shards(guide: Run) -> None:
+    assert guide("g03_broadcast") == [*(f"node {node}: 25 values" for node in range(4)), "all: 4950 of 4950"]
+
+
+@pytest.mark.torch
+@pytest.mark.usefixtures("cpu_torch")
+def test_guide_04_what_a_host_has(guide: Run) -> None:
+    assert guide("g04_devices") == ["node1: node 0 of 1, GPUs: 0", "(64, 64)"]
+
+
 def test_guide_05_shards_keep_pairs_and_types(guide: Run) -> None:
     kinds = ["list", "tuple", "ndarray"]
     assert guide("g05_shards") == ["sizes: [51, 50]", "complete: True", f"types: {[kinds, kinds]}"]
+
+
+@pytest.mark.torch
+@pytest.mark.usefixtures("cpu_torch")
+def test_guide_06_one_model_on_two_hosts(guide: Run) -> None:
+    *epochs, head, worker = guide("g06_ddp")
+    found = losses(epochs)
+    assert all(line.startswith("node1[0] epoch ") for line in epochs) and len(found) == 4
+    assert found[-1] < found[0] / 1.5
+    assert (head, worker) == (f"node 0 head: loss {found[-1]:.4f}", f"node 1 worker: loss {found[-1]:.4f}")
+
+
+@needs("keras", "jax")
+def test_guide_07_keras_at_the_top(guide: Run) -> None:
+    """Keras is imported on this machine too, where KERAS_BACKEND is the user's own choice."""
+    lines = guide("g07_keras", KERAS_BACKEND="jax")
+    for node, line in enumerate(lines):
+        first, last = losses([line])
+        assert line.startswith(f"node {node} jax: 200, ") and last < first / 1.5
+    assert len(lines) == 2
 
 
 @pytest.mark.torch
@@ -220,3 +262,14 @@ def test_guides_09_and_10_joblib_and_a_grid_search(guide: Run) -> None:
     """In the pool's environment, which has the versions of this machine."""
     assert guide("g10_joblib") == ["results: 80 6320", "in parallel: True"]
     assert guide("g09_grid_search")[-2:] == ["candidates: 8", "best: SVC True"]
+
+
+def test_guide_11_variables_and_several_hosts(guide: Run) -> None:
+    """On hosts of the lab; tests/providers has the same with containers."""
+    places = [(0, 3, True), (1, 3, False), (2, 3, False)]
+    assert guide("g11_containers") == ["node1", "good morning", str(places), "1225"]
+
+
+def test_guide_21_calls_that_need_no_other_node(guide: Run) -> None:
+    chunks = f"chunks: {list(range(8))}"
+    assert guide("g21_independent") == [chunks, "different: 8", "nodes: 4"]

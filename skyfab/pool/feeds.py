@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any
+from typing import Any, Final
 
 from skyfab._util.signals import SIGNAL_GUARD, GuardedCondition
 from skyfab.calls.call import AHEAD
@@ -20,6 +21,12 @@ from skyfab.pool.streams import Conversation
 from skyfab.protocol import codec
 from skyfab.protocol.batches import Batch, as_group
 from skyfab.session.replies import Reply
+
+_SENT: Final = 2
+"""Messages to a rank that have not been read."""
+_LOOK: Final = 0.1
+_LEFT: Final = 1.0
+"""Seconds after which values are kept here for a rank whose own values the program does not read."""
 
 
 class Producer:
@@ -41,6 +48,11 @@ class Producer:
                 return
             self._has_started = True
         threading.Thread(target=self._produce, name="skyfab-stream", daemon=True).start()
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the program waits for a value of one of the ranks."""
+        return any(feed.is_awaited for feed in self._feeds)
 
     def _produce(self) -> None:
         error: Exception | None = None
@@ -77,13 +89,20 @@ class Feed:
         self._changed = GuardedCondition()
         self._batch = Batch(AHEAD // 3, self._give)
         self._given: deque[tuple[str, codec.Payload | None]] = deque()
-        """What was sent and has not been read, the oldest first. The reply to a message says that it was read."""
+        """What has not been read, the oldest first; the first `_SENT` were sent. The reply says that one was read."""
+        self._taken, self._since, self._is_left = -1, 0.0, False
+        """For `_is_left_alone`: how many values the program had taken, since when, and what it found."""
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the program waits for a value of this rank."""
+        return self._conversation.is_awaited
 
     def begin(self) -> None:
         """The call was sent: repeats what an earlier worker has received."""
         with self._changed:
             self.has_begun = True
-            for given in [*self._given]:  # a reply may come meanwhile
+            for given in [*self._given][:_SENT]:  # a reply may come meanwhile
                 self._send(given)
         self.producer.advance()
 
@@ -108,14 +127,27 @@ class Feed:
             self._send_new("end", given)
 
     def _give(self, values: list[codec.Payload]) -> None:
-        while not self.has_ended and len(self._given) >= 2:
-            self._changed.wait()
+        while not self.has_ended and len(self._given) >= _SENT and not self._is_left_alone():
+            self._changed.wait(_LOOK)
         self._send_new("give", as_group(values))
+
+    def _is_left_alone(self) -> bool:
+        """Whether the program leaves this rank's values unread while it waits for those of another rank.
+
+        This rank then reads no further, and what the other rank needs would never be sent.
+        """
+        mine = self._conversation
+        if mine.taken != self._taken or not mine.is_ready:
+            self._taken, self._since, self._is_left = mine.taken, time.monotonic(), False
+        elif time.monotonic() - self._since >= _LEFT:
+            self._is_left = self._is_left or self.producer.is_awaited
+        return self._is_left
 
     def _send_new(self, *given: Any) -> None:
         if not self.has_ended:
             self._given.append(given)
-            self._send(given)
+            if len(self._given) <= _SENT:
+                self._send(given)
 
     def _send(self, given: tuple[str, codec.Payload | None]) -> None:
         what, values = given
@@ -126,6 +158,8 @@ class Feed:
         with self._changed:
             if self._given and self._given[0] is given:
                 self._given.popleft()
+                if len(self._given) >= _SENT:
+                    self._send(self._given[_SENT - 1])
             if not self._given:
                 self._batch.flush()
             self._changed.notify_all()

@@ -72,6 +72,8 @@ class Conversation:
         """Whether its iterator was closed, or the pool."""
         self._ready: list[Callable[[], object]] = []
         """To be called when there is a value or an end."""
+        self.taken = 0
+        """How many values the program has taken."""
 
     @property
     def is_parents(self) -> bool:
@@ -126,6 +128,11 @@ class Conversation:
         asked = self._asked
         return bool(self._values) or (asked[0].is_there if asked else self.has_ended)
 
+    @property
+    def is_awaited(self) -> bool:
+        """Whether the program waits for a value, or the end."""
+        return bool(self._ready)
+
     def when_ready(self, call: Callable[[], object]) -> None:
         """Calls `call` once `is_ready`."""
         with SIGNAL_GUARD, self._lock:
@@ -168,6 +175,7 @@ class Conversation:
                 while not self._values:
                     self._receive()
                 plain, buffers = self._values.popleft()
+                self.taken += 1
                 self._ask_ahead()
             finally:
                 self._reading.release()

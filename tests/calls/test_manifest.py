@@ -202,15 +202,6 @@ def test_a_file_of_requirements(tmp_path: Path) -> None:
         Image.of_project(tmp_path)
 
 
-def test_a_file_of_requirements_that_includes_itself(tmp_path: Path) -> None:
-    write(tmp_path / "more" / "base.txt", "-r ../requirements.txt\n")
-    write(tmp_path / "other.txt", "rich\n")
-    write(tmp_path / "requirements.txt", "-r other.txt\n-r other.txt\n-r more/base.txt\n")
-    with pytest.raises(sky.UsageError, match=r"requirements\.txt: it includes itself") as raised:
-        Image.of_project(tmp_path)
-    assert raised.value.hint == "remove the -r that leads back to it"
-
-
 def test_a_home_folder_is_no_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "HOME", str(tmp_path))
     write(tmp_path / "requirements.txt", "numpy\n")

@@ -9,11 +9,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import cloudpickle
 import pytest
 
 import skyfab as sky
-from skyfab.calls.refs import put
 from skyfab.lab import Lab
 
 np = pytest.importorskip("numpy")
@@ -180,12 +178,6 @@ def test_put_takes_the_object_as_it_is_now(pool: sky.Compute) -> None:
 
 
 # ---- the reference itself
-
-
-def test_pickled_outside_a_call_it_says_what_to_do() -> None:
-    with pytest.raises(sky.UsageError, match="can be pickled only as an argument") as caught:
-        cloudpickle.dumps([put(np.zeros(10))])
-    assert "ref.get()" in (caught.value.hint or "")
 
 
 # ---- what goes wrong

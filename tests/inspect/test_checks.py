@@ -16,8 +16,7 @@ from skyfab.host.ask.examine import examine, sshd_setting
 from skyfab.inspect.doctor import measure, pairs, report
 from skyfab.inspect.doctor.checks import findings
 from skyfab.inspect.doctor.examine import refused
-from skyfab.inspect.doctor.finding import Finding
-from skyfab.inspect.doctor.host_report import EXAMINE, Facts, HostReport
+from skyfab.inspect.doctor.finding import EXAMINE, Facts, Finding, HostReport
 from skyfab.inventory.host import Host
 from skyfab.inventory.inventory import Inventory
 from skyfab.session.question import Reply

@@ -49,19 +49,30 @@ USED = Survey(
     ("text", "bare", "two", "used"),
     [
         ("gpu.memory >= 40GB and not busy", False, True, False),
+        ("gpu.memory>40GB", False, False, True),
         ("gpu.memory >= 38 GiB", False, False, True),
         ("gpu.free >= 10GB", False, True, False),
         ("gpus == 0 or gpus >= 2", True, True, False),
         ("not gpus", True, False, False),
         ("busy", False, False, True),
+        ("not not busy", False, False, True),
         ("(gpus == 0 or busy) and cpus >= 8", True, False, True),
+        ("gpus == 0 or busy and cpus > 8", True, False, False),
         ("'a100' in gpu.name", False, True, False),
         ('"ubuntu" in os', False, True, True),
         ("'fast' in tags", True, True, True),
+        ("'fas' in tags", False, False, False),
+        ("name == 'node1'", True, True, True),
         ("memory > 1.5 kB", True, False, False),
+        ("40GB <= gpu.memory", False, True, True),
+        ("os > 3", False, False, False),
+        ("gpu.memory != 3GB", True, True, True),
+        ("load < 1", True, True, True),
         ("'slow' not in tags", True, True, True),
         ("1 <= gpus <= 1", False, False, True),
         ("'é' != name and gpu.memory >= 40GB", False, True, True),
+        ("'40GB' in gpu.name", False, True, False),
+        ("tags > 3", False, False, False),
         ("\tbusy\n  or  not gpus\n", True, False, True),
     ],
 )
@@ -83,18 +94,33 @@ def test_an_unknown_use_is_no_value() -> None:
     assert not Condition("gpu.use < 10").fits(HOST, replace(BARE, gpus=(replace(gpus[0], use=97), gpus[1])))
 
 
+def test_processors_count_where_there_is_no_gpu() -> None:
+    busy = Survey(os="x", kernel="6", python="3.11", cpus=2, load=2.5)
+    assert Condition("busy").fits(HOST, busy)
+    assert not Condition("busy").fits(HOST, BARE)
+
+
 @pytest.mark.parametrize(
     ("text", "what", "hint"),
     [
         ("gpu.memry > 3", "unknown name 'gpu.memry'", "did you mean gpu.memory?"),
-        ("", "unexpected end", "as in"),
-        ("gpus >", "unexpected end", "as in"),
+        ("colour == 3", "unknown name 'colour'", "known names: gpus, gpu.memory"),
+        ("", "invalid syntax", "as in"),
+        ("gpus >", "invalid syntax", "as in"),
         ("(gpus", "'(' was never closed", "as in"),
-        ("cpus > 4 and 40GB && busy", "invalid syntax at '& busy'", "as in"),
-        ("gpus = 3", "invalid syntax at ", "compare with =="),
+        ("gpus 3", "invalid syntax", "as in"),
+        ("gpus > 3 40GB", "invalid syntax", "as in"),
+        ("cpus > 4 and 40GB && busy", "invalid syntax", "as in"),
+        ("gpus = 3", "invalid syntax", "compare with =="),
+        ("busy is 1", "unsupported comparison: is", "compare with =="),
         ("__import__('os')", """unsupported: "__import__('os')\"""", "use and, or"),
+        ("gpus > -1", "unsupported: '-1'", "use and, or"),
+        ("gpus; 1", "invalid syntax", "as in"),
+        ("name == 'node1", "unterminated string literal", "as in"),
         ("(" * 1000, "too many nested parentheses", "as in"),
         ("gpu.memory >= 40", "40 has no unit, and gpu.memory is a size", "write 40GB"),
+        ("16 < memory", "16 has no unit", "write 16GB"),
+        (5, "must be a string, not 5", "as in"),
     ],
 )
 def test_what_is_wrong_is_reported_before_anything_connects(text: Any, what: str, hint: str) -> None:

@@ -179,20 +179,30 @@ all:
 """
 
 
-def test_a_mistake_names_the_file_the_host_and_the_variable(tmp_path: Path) -> None:
-    first, *found = mistake(MISTAKES, tmp_path, "h.yml").splitlines()
-    assert first == "h.yml: 8 mistakes"
-    for message in (
-        "'a' ansible_host: not a host name or IP address: '{{ x }}'",
-        "'b' ansible_ssh_private_key_file: contains a template: '{{ x }}/id'",
-        "'c' ansible_port: must be an integer, not a string",
-        "'d' ansible_host: must not start with '-'",
-        "'e' ansible_ssh_common_args: a ProxyCommand is not supported",
-        "'f' ansible_ssh_common_args: No closing quotation",
-        "'g' ansible_user: must be a string, not a table",
-        "group 'h': a host has that name",
-    ):
-        assert [line for line in found if line.strip().startswith(f"h.yml: {message}")], (message, found)
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[g]", "hosts.ini: has no hosts"),
+        ("a\nb ansible_host='{{ x }}'", "hosts.ini: 'b' ansible_host: not a host name or IP address: '{{ x }}'"),
+        (
+            "a ansible_ssh_private_key_file='{{ x }}/id'",
+            "hosts.ini: 'a' ansible_ssh_private_key_file: contains a template: '{{ x }}/id'",
+        ),
+        ("a ansible_port=ssh", "hosts.ini: 'a' ansible_port: must be an integer, not a string"),
+        ("a ansible_port=70000", "hosts.ini: 'a' ansible_port: must be from 1 to 65535"),
+        ("a ansible_host=-oX", "hosts.ini: 'a' ansible_host: must not start with '-'"),
+        ("[a]\na", "hosts.ini: group 'a': a host has that name"),
+        (
+            "a ansible_ssh_common_args='-o ProxyCommand=\"nc %h %p\"'",
+            "hosts.ini: 'a' ansible_ssh_common_args: a ProxyCommand is not supported",
+        ),
+        ("a ansible_ssh_common_args='-J \"x'", "hosts.ini: 'a' ansible_ssh_common_args: No closing quotation"),
+        ("a\n[g", "hosts.ini: Ansible cannot read it: "),
+        ("a\n[g:children]\nh\n[h:children]\ng", "hosts.ini: Ansible cannot read it: Adding group 'g' as child to 'h'"),
+    ],
+)
+def test_a_mistake_names_the_file_the_host_and_the_variable(text: str, message: str, tmp_path: Path) -> None:
+    assert mistake(text, tmp_path).startswith(message)
 
 
 def test_what_ansible_cannot_read_has_the_command_that_shows_why(tmp_path: Path) -> None:

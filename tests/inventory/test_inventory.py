@@ -476,29 +476,6 @@ def test_what_is_not_toml_is_reported_with_its_line(text: str) -> None:
     assert error.hint
 
 
-def test_all_mistakes_are_reported_at_once_the_count_first_each_on_its_line() -> None:
-    error = mistake("""
-        [defaults]
-        slots = 0
-        [hosts.a]
-        prot = 22
-        port = "22"
-        [hosts.b]
-        [groups]
-        g = ["c"]
-        h = ["h"]
-        """)
-    assert str(error).splitlines() == [
-        "inv.toml: 5 mistakes",
-        "  inv.toml:3: [defaults] slots: must be between 1 and 4,096, not 0"
-        " (exclude a host from a selection with !name)",
-        '  inv.toml:5: [hosts.a]: unknown key "prot" (did you mean port?)',
-        "  inv.toml:6: [hosts.a] port: must be an integer, not a string (write it without quotes)",
-        "  inv.toml:10: [groups] h: contains itself: h → h (remove one of them)",
-        '  inv.toml:9: [groups] g: no host, group or tag matches "c" (known names: a, b, g, h, all and 1 more)',
-    ]
-
-
 def test_a_host_with_a_mistake_is_not_also_missing_from_its_group() -> None:
     assert "mistakes" not in mistake('[hosts.a]\nport = 0\n[groups]\ng = ["a"]').message
 

@@ -12,8 +12,11 @@ from skyfab.inventory.slurm import read
 @pytest.mark.parametrize(
     ("nodes", "expected"),
     [
+        ("gpu1", "gpu1"),
+        ("gpu[01-03,7]", "gpu01 gpu02 gpu03 gpu7"),
         ("gpu[01-03,7],login-a[1-2]b", "gpu01 gpu02 gpu03 gpu7 login-a1b login-a2b"),
         ("rack[1-2]n[08-10]", "rack1n08 rack1n09 rack1n10 rack2n08 rack2n09 rack2n10"),
+        ("a,b,c[1,3,5-6]", "a b c1 c3 c5 c6"),
         ("n[098-101]", "n098 n099 n100 n101"),
         ("gpu1,gpu1", "gpu1"),
     ],
@@ -49,12 +52,21 @@ def test_outside_of_an_allocation_there_is_a_clear_error(environ: dict[str, str]
     ("nodes", "message"),
     [
         ("gpu[1-", "invalid range in"),
+        ("gpu[3-1]", "counts down"),
         ("gpu[0-99999999]", "expands to more than 10000 hosts"),
-        ("a b", "not a list of nodes"),
-        ("-oProxyCommand=x", "not a list of nodes"),
+        ("n[1-9999][1-9999]", "expands to more than 10000 hosts"),
+        ("a b", "not a valid host name"),
+        ("-oProxyCommand=x", "not a valid host name"),
         (",,,", "has no hosts"),
     ],
 )
 def test_an_invalid_list_is_an_error(nodes: str, message: str) -> None:
     with pytest.raises(InventoryError, match=message):
         read({"SLURM_JOB_NODELIST": nodes})
+
+
+@pytest.mark.parametrize(("job", "shown"), [({"SLURM_JOB_ID": "12"}, "slurm job 12"), ({}, "slurm")])
+def test_an_error_names_the_job(job: dict[str, str], shown: str) -> None:
+    with pytest.raises(InventoryError) as caught:
+        read({"SLURM_JOB_NODELIST": ",,,", **job})
+    assert caught.value.message == f"{shown}: has no hosts"

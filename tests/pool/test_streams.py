@@ -120,6 +120,20 @@ def test_a_broadcast_gives_every_rank_all_values_or_its_share(pool: sky.Compute)
     assert total(sky.stream(range(100), shard=True)) @ pool == [sum(range(0, 100, 2)), sum(range(1, 100, 2))]
 
 
+@pytest.mark.parametrize("shard", [False, True])
+def test_iterators_of_ranks_that_share_a_stream_may_be_read_one_after_another(pool: sky.Compute, shard: bool) -> None:
+    """A rank whose values nobody reads does not read its input, which must not hold up that of the other rank."""
+
+    @sky.function
+    def doubled(numbers: Iterator[int]) -> Iterator[int]:
+        for number in numbers:
+            yield 2 * number
+
+    found = [list(values) for values in doubled(sky.stream(range(1000), shard=shard)) @ pool]
+    expected = [range(0, 2000, 4), range(2, 2000, 4)] if shard else [range(0, 2000, 2)] * 2
+    assert found == [list(values) for values in expected]
+
+
 # ---- on this machine
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final
 
@@ -17,6 +17,8 @@ class Hints:
         """The program as it was started: ``./inv`` in a checkout."""
         self.takes_inventory: Callable[[str], bool] = lambda name: False
         """Whether the command of this name takes ``--inventory``."""
+        self.words: Sequence[str] = ()
+        """What was typed after the command's name, without ``--inventory=``."""
         self._inventory: str | None = None
 
     @contextmanager

@@ -259,9 +259,18 @@ def flush_output() -> None:
         sys.exit(1 if isinstance(error, BrokenPipeError) else f"error: standard output: {error.strerror}")
 
 
+def _called(body: Callable[[], int | None]) -> int | None:
+    try:
+        return body()
+    except RuntimeError as error:
+        if isinstance(error.__cause__, KeyboardInterrupt):  # in __set_name__, while modules are imported: Python 3.11
+            raise error.__cause__ from None
+        raise
+
+
 def _reported(body: Callable[[], int | None]) -> int | None:
     try:
-        code = body()
+        code = _called(body)
         if sys.stdout is not None:
             sys.stdout.flush()
         return SIGTERM.code if code == 130 and SIGTERM.came else code

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
+from skyfab._util.hints import HINTS
 from skyfab.cli import report
 from skyfab.cli.command import Hosts, InventoryFile, Option, Workdir, command
 from skyfab.errors import UsageError
@@ -49,7 +51,7 @@ def exec_(
 
     line = " ".join(words)
     if not line.strip():
-        raise UsageError("no command to run", hint="put it after --: skyfab exec -- uptime")
+        raise UsageError("no command to run", hint=f"put it after --: skyfab exec {_meant(hosts, inventory)}")
     found, chosen = selected(hosts, inventory)
     folders = Workdirs(workdir)
     here = Path(current_folder())
@@ -79,6 +81,20 @@ def exec_(
             print(f"{outcome.host.name}: {ended}", file=sys.stderr)
             codes.add(1)
     return max(codes)
+
+
+def _meant(hosts: str | None, inventory: str | None) -> str:
+    """The words of the user, with ``--`` before what seems to be the command."""
+    from skyfab.inventory.host import LOCAL
+    from skyfab.inventory.inventory import Inventory
+
+    if hosts is None:
+        return "-- uptime"
+    if "," in hosts:
+        return hosts.replace(",", " -- ", 1).replace(",", " ")
+    known = Inventory.of(inventory)
+    is_host = hosts in ("all", LOCAL.name, *known.hosts, *known.groups) or hosts not in HINTS.words
+    return f"{shlex.join(HINTS.words)} -- uptime" if is_host else f"-- {hosts}"
 
 
 def _show(events: Events, host: Host, replies: Iterator[Reply]) -> int:

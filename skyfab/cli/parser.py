@@ -44,6 +44,10 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         text = message.removeprefix("argument ").replace(": must ", " must ", 1)
+        flag, is_flag, value = text.partition(": ignored explicit argument ")
+        if is_flag:
+            forms = [one for one in self._option_string_actions if one.partition("=")[0] in flag.split("/")]
+            text = f"invalid value {value}: expected {' or '.join(forms)}"
         raise UsageError(text, hint=f"{self.prog} --help")
 
     def print_help(self, file: Any = None) -> None:
@@ -96,7 +100,11 @@ class CommandLine:
         if at:
             _, unknown = self.parser.parse_known_args(words[:at], general)
             if unknown:
-                hint = f"options follow the command: {HINTS.program} --help"
+                hint = f"{HINTS.program} --help"
+                if command := self._commands.get("".join(words[at : at + 1])):
+                    known = [flag for action in CommandParser(command).actions for flag in action.option_strings]
+                    if all(one.partition("=")[0] in known for one in unknown):
+                        hint = f"options follow the command: {_typed(words[at], *words[:at], *words[at + 1 :])}"
                 raise UsageError(f"unknown option {unknown[0]}", hint=hint)
         if at == len(words):
             return Line(command="", values={})
@@ -108,6 +116,7 @@ class CommandLine:
     def _parse_command(self, name: str, words: list[str], *, verbose: bool) -> Line:
         command, own, rest = self._commands[name], words, list[str]()
         parser = self.parsers.setdefault(name, CommandParser(command))
+        HINTS.words = [word for word in words if not word.startswith("--inventory=")]
         if command.rest is not None and not command.rest.option.follows and "--" in words:
             at = words.index("--")
             own, rest = words[:at], words[at + 1 :]
@@ -135,20 +144,29 @@ class CommandLine:
         return UsageError(f"unknown command {name!r}", hint=hint)
 
     def _unknown_words(self, unknown: Sequence[str], command: str, words: Sequence[str]) -> UsageError:
-        hint = f"{HINTS.program} {command} --help"
+        help_ = f"{HINTS.program} {command} --help"
+        word = next((one for one in unknown if one.startswith("-")), None)
         rest = self._commands[command].rest
-        if rest is not None:
-            place = "it" if rest.option.follows else "after --"
-            hint = f"what is for the program follows {place}: {hint}"
-        name, equals, value = unknown[0].partition("=")
-        if not name.startswith("-"):
-            return UsageError(f"unexpected argument {unknown[0]!r}", hint=hint)
+        if rest is not None and not unknown[0].startswith("-") and "--" not in words:
+            at = words.index(unknown[0])
+            help_ = f"put the program after --: {_typed(command, *words[:at], '--', *words[at:])}"
+            word = None
+        if word is None:
+            if any(one.positional and one.option.value == "PATH" for one in self._commands[command].parameters):
+                help_ = f"{command} copies one path: repeat the command for {shlex.quote(unknown[0])}"
+            return UsageError(f"unexpected argument {unknown[0]!r}", hint=help_)
+        name, equals, value = word.partition("=")
         flags = [flag for action in self.parsers[command].actions for flag in action.option_strings]
         known = {flag.lstrip("-"): flag for flag in flags}
-        if near := nearest(name.lstrip("-").replace("_", "-"), known):
-            typed = [f"{known[near]}{equals}{value}" if one == unknown[0] else one for one in words]
-            hint = f"did you mean: {_typed(command, *typed)}"
-        return UsageError(f"unknown option {name}", hint=hint)
+        near = known.get(nearest(name.lstrip("-").replace("_", "-"), known) or "")
+        typed = [f"{near}{equals}{value}" if one == word else one for one in words]
+        if rest is not None and not rest.option.follows:
+            if "--" not in words and rest.option.value.startswith("[") and all("=" in one for one in unknown):
+                help_ = _typed(command, *(one for one in words if one not in unknown), "--", *unknown)
+            help_ = f"options of the program follow after --: {help_}"
+        elif rest is not None and not word.startswith("-m"):
+            help_ = f"options of the program follow it: {_typed(command, *(one for one in words if one != word), word)}"
+        return UsageError(f"unknown option {name}", hint=f"did you mean: {_typed(command, *typed)}" if near else help_)
 
 
 def _with_one_target(parser: CommandParser, words: list[str]) -> list[str]:

@@ -129,6 +129,7 @@ def _written_by(run: Run) -> tuple[list[str], Folders]:
 
     listed = {path for part in run.parts for one in part.files for path in one.paths}
     trials = Sweep(run).look() if run.function.startswith(LABEL) and run.has_ended else []
+    trials = [trial for trial in trials if trial.state not in ("waiting", "not started")]  # these have no folder yet
     folders = {trial.folder for trial in trials if trial.folder}
     outside = {path for path in listed if not is_in(path, folders)}
     everywhere = sorted(outside)

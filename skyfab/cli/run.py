@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import re
 import shlex
 import shutil
 import sys
@@ -193,6 +194,7 @@ def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None,
     if target.startswith("-m "):
         if not _is_module(target.removeprefix("-m ")):
             raise UsageError(f"not the name of a module: {target[3:]}", hint="skyfab run -m package.module")
+        _check_module(target.removeprefix("-m "))
         return here / target, ""
     name, colon, function = target.partition(":")
     script = Path(name).expanduser()
@@ -205,15 +207,38 @@ def parsed(target: str, arguments: Sequence[str] = (), hosts: str | None = None,
             named = f"{hosts},{name}" if hosts else name
             hint = f"to name hosts: skyfab run --hosts={shlex.join([named, *arguments])}"
         if shutil.which(name) or (hint == "skyfab run --help" and script.suffix != ".py"):
-            given = [f"--hosts={hosts}"] if hosts else []
-            hint = f"to run a program: skyfab run {shlex.join([*given, '--', target, *arguments])}"
+            typed = HINTS.words if target in HINTS.words else [target, *arguments]
+            at = typed.index(target)
+            hint = f"to run a program: skyfab run {shlex.join([*typed[:at], '--', *typed[at:]])}"
         raise UsageError(f"{why}: {name}", hint=hint)
     if script.suffix != ".py":
         raise UsageError(f"not a Python file (.py): {name}", hint="to run other programs: skyfab run -- COMMAND")
     if colon and not function.isidentifier():
         raise UsageError(f"not a function name: {function!r}", hint=f"skyfab run {shlex.quote(f'{name}:main')}")
+    if function:
+        _check_function(script, name, function)
     return script.resolve(), function
 
 
 def _is_module(name: str) -> bool:
     return all(map(str.isidentifier, name.split(".")))
+
+
+def _check_module(name: str) -> None:
+    """Raises UsageError if it would be in a package of the current folder, and is not. Hosts may have other modules."""
+    *packages, last = name.split(".")
+    folder = Path.cwd().joinpath(*packages)
+    is_here = bool(packages) and (Path.cwd() / packages[0] / "__init__.py").is_file()
+    if is_here and not (folder / last).is_dir() and not any(folder.glob(f"{last}.*")):
+        raise UsageError(f"no module {name} on this machine", hint=f"looked in {folder}")
+
+
+def _check_function(script: Path, name: str, function: str) -> None:
+    """Raises UsageError if the file cannot have this function: its name does not occur there."""
+    from skyfab._util.suggest import did_you_mean
+
+    text = script.read_text(encoding="utf-8", errors="replace")
+    if not re.search(rf"\b{function}\b|import \*|__getattr__|globals\(", text):
+        defined = re.findall(r"^(?:async +)?def +(\w+)", text, re.MULTILINE)
+        hint = did_you_mean(f"{name}:{function}", [f"{name}:{one}" for one in defined])
+        raise UsageError(f"{name} has no function {function}", hint=hint)

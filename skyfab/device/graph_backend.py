@@ -110,6 +110,8 @@ class _Analysis:
             for node in part.graph.nodes if isinstance(part, torch.fx.GraphModule) else ():
                 if isinstance(node.target, torch._ops.HigherOrderOperator) and node.target is not _CHECKPOINT:
                     return f"it has the operator {node.target.name()}"
+                if getattr(node.target, "__name__", "") == "_grad_increment_nesting":
+                    return "it computes gradients inside, with torch.func"
         for at, value in enumerate((*self.inputs, *self.results)):
             if isinstance(value, torch.Tensor):
                 if not isinstance(value, FakeTensor) or value.layout is not torch.strided:

@@ -141,21 +141,21 @@ class Downloads(HubCache):
         while piece := file.read(_PIECE):
             found.update(piece)
             self._done += len(piece)
-        tries = 0
+        tries, furthest = 0, self._done
         while self._done < size:
-            before, why, pause = self._done, "", 0
+            why, pause = "", 0
             try:
                 with _asked(url, token, f"{self._done}-" if self._done else "") as response:
                     if self._done and response.status != 206:  # the server sends all of it
                         file.truncate(0)
-                        found, self._done, before = ContentHash(size), 0, -1
+                        found, self._done = ContentHash(size), 0
                     while self._done < size and (piece := self._read(response, size - self._done)):
                         file.write(piece)
                         found.update(piece)
                         self._done += len(piece)
             except _Broken as broken:
                 why, pause = str(broken), broken.pause
-            tries = 0 if self._done > before else tries + 1
+            tries, furthest = (0, self._done) if self._done > furthest else (tries + 1, furthest)
             if tries == _TRIES:
                 raise _Ended(UNREACHED, why or f"the server sent only {self._done:,} of {size:,} bytes")
             if tries:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyfab.cli.trials import names_of, trials_of
+from skyfab.cli.sweep import names_of, trials_of
 from skyfab.errors import UsageError
 
 

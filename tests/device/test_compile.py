@@ -468,6 +468,22 @@ def both(program: Callable[[Any], Any], device: Any) -> None:
     close(results[1], results[0])
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        torch.func.grad(lambda x: x.sin().sum()),
+        torch.func.hessian(lambda x: (x**3).sum()),
+        torch.vmap(torch.func.grad(torch.sin)),
+    ],
+    ids=["grad", "hessian", "vmap"],
+)
+def test_gradients_inside_run_operator_by_operator(device: Any, notices: list[str], function: Any) -> None:
+    """Also if no input requires a gradient: the host would compute none."""
+    x = torch.arange(4.0)
+    close([torch.compile(lambda x: function(x), options=EAGER)(x.to(device))], [function(x)])
+    assert "torch.func" in notices[0]
+
+
 def test_own_functions(device: Any, notices: list[str]) -> None:
     class Double(torch.autograd.Function):
         @staticmethod

@@ -16,9 +16,8 @@ from stage.projects import inventory, skyfab
 from stage.spot import until
 
 import skyfab as sky
-from skyfab.cli.image_options import ImageOptions
-from skyfab.cli.project_settings import ProjectSettings
-from skyfab.cli.run_environment import image_of, read_file, variables_of
+from skyfab.cli.run_environment import ProjectSettings, image_of, plugins_of, read_file, variables_of
+from skyfab.cli.run_options import ImageOptions
 from skyfab.env import uv
 from skyfab.lab import Lab
 
@@ -67,26 +66,39 @@ Run = Callable[..., subprocess.CompletedProcess[str]]
 # ---- where packages come from
 
 
-def test_packages_of_options_and_a_command_that_is_one_of_their_programs(run: Run, index: Index) -> None:
+def test_packages_of_options(run: Run) -> None:
+    ran = run("--pip=shelf", "--env=WORD=two words", "train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 two words\n", ran.stderr
+    assert "environment: shelf, from the command line\n" in ran.stderr
+
+
+def test_a_command_finds_the_programs_of_its_environment(run: Run, index: Index) -> None:
     info = "greeter-1.0.dist-info/entry_points.txt"
-    code = "import os, sys, shelf\n\ndef main():\n    print(shelf.version, os.environ['WORD'], *sys.argv[1:])\n"
+    code = "import sys\n\ndef main():\n    print('greeter', *sys.argv[1:])\n"
     scripts = "[console_scripts]\ngreeter = greeter:main\n"
     index.add("greeter", "1.0", files={"greeter/__init__.py": code, info: scripts})
-    ran = run("--pip=shelf,greeter", "--env=WORD=two words", "--", "greeter", "of rank {rank}")
-    assert ran.stdout == "node1[0] 1.0 two words of rank 0\n", ran.stderr
-    assert "environment: shelf, greeter, from the command line\n" in ran.stderr
+    ran = run("--pip=greeter", "--", "greeter", "of rank {rank}")
+    assert ran.stdout == "node1[0] greeter of rank 0\n", ran.stderr
+    ran = run("--pip=greeter", "-m", "greeter")
+    assert "No module named greeter.__main__" in ran.stderr  # it is there
 
 
-def test_lines_name_what_was_built_from_source_and_what_is_older_than_the_newest(
-    run: Run, app: Path, index: Index
-) -> None:
+def test_a_line_names_what_was_built_from_source(run: Run, app: Path, index: Index) -> None:
     index.add("lamp", "1.0", requires=["stone"])
-    index.add("lamp", "2.0", python=">=3.99")
     index.add_source("stone", "2.0")
     write(app / "train.py", "import lamp, stone\n")
     ran = run("--pip=lamp", "train.py")
     assert ran.returncode == 0, ran.stderr
     assert "node1: built from source on this machine: stone 2.0\n" in ran.stderr
+
+
+def test_a_line_names_what_is_older_than_the_newest_and_why(run: Run, app: Path, index: Index) -> None:
+    for version, options in (("1.0", {}), ("2.0", {"python": ">=3.99"})):
+        index.add("lamp", version, **options)
+        index.add("bulb", version)
+    write(app / "train.py", "import lamp\n")
+    ran = run("--pip=lamp,bulb", "train.py")
+    assert ran.returncode == 0, ran.stderr
     assert "node1: older than the newest version: lamp 1.0 (lamp==2.0 requires Python >=3.99)\n" in ran.stderr
 
 
@@ -151,6 +163,14 @@ def test_exec_and_ssh_have_the_environment_and_the_modules_of_the_last_run(run: 
     until(lambda: typed("exec", "node1", "--", fetch).stdout == "node1 200\n", "the board")
 
 
+def test_packages_of_a_script(run: Run, app: Path) -> None:
+    pyproject(app, "nothing-like-it")
+    write(app / "train.py", BLOCK + SCRIPT)
+    ran = run("train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 None\n", ran.stderr
+    assert "environment: shelf, from train.py (PEP 723)\n" in ran.stderr
+
+
 @pytest.mark.slow
 def test_packages_of_a_project_with_its_lock(run: Run, app: Path, index: Index) -> None:
     pyproject(app, "shelf")
@@ -165,6 +185,16 @@ def test_packages_of_a_project_with_its_lock(run: Run, app: Path, index: Index) 
     assert "environment: shelf, from pyproject.toml\n" in ran.stderr
 
 
+def test_packages_of_a_file_of_requirements(run: Run, app: Path, index: Index) -> None:
+    """One of them is only a source."""
+    index.add_source("stone", "3.0")
+    write(app / "requirements.txt", "shelf\nstone\n")
+    write(app / "train.py", SCRIPT + "import stone; print(stone.version)\n")
+    ran = run("train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 None\nnode1[0] 3.0\n", ran.stderr
+    assert "environment: shelf, stone, from requirements.txt\n" in ran.stderr
+
+
 def test_packages_of_a_lock(run: Run, app: Path, index: Index) -> None:
     index.add("book", "2.0")
     write(app / "wanted.in", "shelf\nbook==1.0")
@@ -172,6 +202,15 @@ def test_packages_of_a_lock(run: Run, app: Path, index: Index) -> None:
     write(app / "pylock.toml", lock)
     ran = run("--lock=pylock.toml", "train.py")
     assert ran.stdout == "node1[0] 1.0 1.0 None\n", ran.stderr
+
+
+def test_packages_of_the_project_settings(run: Run, app: Path) -> None:
+    """They take the place of the project's, and options that of theirs; the script's own come before both."""
+    settings = '[tool.skyfab]\npip = ["shelf"]\nsetup = "export WORD=set"\n'
+    pyproject(app, "nothing-like-it", more=settings)
+    ran = run("train.py")
+    assert ran.stdout == "node1[0] 1.0 1.0 set\n", ran.stderr
+    assert "environment: shelf, from [tool.skyfab]\n" in ran.stderr
 
 
 def test_a_package_of_the_project_itself_is_sent(run: Run, app: Path) -> None:
@@ -186,11 +225,13 @@ def test_a_package_of_the_project_itself_is_sent(run: Run, app: Path) -> None:
 
 def test_without_packages_the_hosts_own_python_is_used(run: Run, app: Path) -> None:
     write(app / "train.py", "import sys; print(sys.prefix)\n")
-    write(app / "requirements.txt", "nothing-like-it\n")
-    ran = run("--no-project", "train.py")
+    ran = run("train.py")
     assert ran.returncode == 0, ran.stderr
     assert "environment:" not in ran.stderr
     assert "/envs/" not in ran.stdout
+    write(app / "requirements.txt", "nothing-like-it\n")
+    ran = run("--no-project", "train.py")
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_a_missing_module_names_the_option_that_adds_it(run: Run, app: Path, index: Index) -> None:
@@ -212,13 +253,14 @@ def test_prepare_builds_what_run_uses(run: Run, app: Path, index: Index) -> None
     index.add("lamp", "1.0")
     pyproject(app, "shelf", "book")
     write(app / "train.py", "import shelf\n")
-    more = "--with=lamp,shelf"
-    made = skyfab(app, "prepare", more, inventory=app.parent / "inventory.toml", timeout=170)
-    assert made.returncode == 0, made.stderr
-    assert "environment: shelf, book, lamp, from pyproject.toml" in made.stderr
+    for more in ((), ("--with=lamp,shelf",)):
+        made = skyfab(app, "prepare", *more, inventory=app.parent / "inventory.toml", timeout=170)
+        assert made.returncode == 0, made.stderr
+        assert f"environment: shelf, book{', lamp' if more else ''}, from pyproject.toml" in made.stderr
     index.close()
-    ran = run(more, "train.py")
-    assert ran.returncode == 0, ran.stderr
+    for more in ((), ("--with=lamp,shelf",)):
+        ran = run(*more, "train.py")
+        assert ran.returncode == 0, ran.stderr
 
 
 def test_prepare_where_the_inventory_names_a_python(run: Run, app: Path, lab: Lab) -> None:
@@ -235,6 +277,9 @@ def test_prepare_where_the_inventory_names_a_python(run: Run, app: Path, lab: La
     ran = run("--pip=shelf", "train.py")
     word, base = ran.stdout.removeprefix("node1[0] ").split()
     assert (word, os.path.realpath(base)) == ("True", os.path.realpath(lab.hosts[0].python)), ran
+    write(file, file.read_text().replace(lab.hosts[0].python, "/nowhere/python3"))
+    made = skyfab(app, "prepare", "--pip=book", inventory=file)
+    assert made.returncode == 3 and "/nowhere/python3" in made.stderr
 
 
 def test_a_project_on_this_machine_uses_this_python(app: Path) -> None:
@@ -251,7 +296,16 @@ def test_hosts_of_the_project_settings(app: Path, run: Run) -> None:
     write(app / "train.py", "print('here')\n")
     pyproject(app, more='[tool.skyfab]\nhosts = "node1"\ninventory = "../inventory.toml"\nranks = 2\n')
     assert sorted(skyfab(app, "run", "train.py").stdout.splitlines()) == ["node1[0] here", "node1[1] here"]
+    assert skyfab(app, "run", "--hosts=!local", "--ranks=1", "train.py").stdout == "node1[0] here\n"
     assert skyfab(app, "run", "--hosts=local", "--ranks=1", "train.py").stdout == "local[0] here\n"
+
+
+def test_a_detached_run_has_the_name_that_it_is_given(app: Path) -> None:
+    write(app / "job.py", "print('done')\n")
+    ran = skyfab(app, "run", "--ranks=1", "--detach", "--name=at-dusk", "job.py")
+    assert ran.returncode == 0, ran.stderr
+    followed = skyfab(app, "attach", "at-dusk", "--hosts=local")
+    assert "at-dusk: done" in followed.stderr, followed.stderr
 
 
 # ---- choosing, without hosts
@@ -335,7 +389,9 @@ def test_a_file_of_variables(tmp_path: Path) -> None:
     }
 
 
-@pytest.mark.parametrize("line", ["no variable", 'A="secret', 'A="secret" more', "=secret"])
+@pytest.mark.parametrize(
+    "line", ["no variable", "1A=x", 'A="secret', "A='secret", 'A="secret" more', "=secret", "A-B=secret"]
+)
 def test_a_line_that_sets_nothing_is_named_without_its_content(tmp_path: Path, line: str) -> None:
     file = tmp_path / ".env"
     write(file, f"GOOD=1\n{line}\n")
@@ -357,6 +413,13 @@ def test_variables_override_each_other(tmp_path: Path, monkeypatch: pytest.Monke
         variables_of(["1A=x"], [], settings)
     with pytest.raises(sky.UsageError, match="cannot read"):
         variables_of([], [str(tmp_path / "none")], settings)
+
+
+def test_plugins_by_name() -> None:
+    assert [type(one).__name__ for one in plugins_of(["torch", "huggingface", "torch"])] == ["Torch", "HuggingFace"]
+    with pytest.raises(sky.UsageError, match="unknown plugin 'troch'") as raised:
+        plugins_of(["troch"])
+    assert raised.value.hint == "did you mean torch?"
 
 
 # ---- [tool.skyfab]
@@ -407,14 +470,27 @@ plugins = ["torch"]
     )
 
 
-def test_every_mistake_in_the_settings_is_told_at_once(app: Path) -> None:
-    pyproject(app, more='[tool.skyfab]\nrank = 2\nranks = 0\nenv = ["A"]\npip = 3\nxyz = 1\nsetup = ["a"]\n')
-    with pytest.raises(sky.UsageError, match=r"pyproject\.toml: \[tool\.skyfab\]") as raised:
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("rank = 2", ': unknown key "rank"'),
+        ("ranks = 0", " ranks: "),
+        ('env = ["A"]', " env: "),
+        ("pip = 3", " pip: "),
+        ('setup = ["a"]', " setup: "),
+    ],
+)
+def test_a_mistake_in_the_settings_is_named(app: Path, line: str, said: str) -> None:
+    pyproject(app, more=f"[tool.skyfab]\n{line}\n")
+    with pytest.raises(sky.UsageError, match=rf"pyproject\.toml: \[tool\.skyfab\]{said}"):
         ProjectSettings.of(app / "train.py")
-    _, *told = raised.value.message.splitlines()
-    assert [line.split()[0] for line in told] == ["unknown", "ranks:", "env:", "pip:", "unknown", "setup:"]
-    assert told[0].strip() == 'unknown key "rank" (did you mean ranks?)'
-    assert '"xyz" (known keys: hosts, ' in told[4]
     write(app / "pyproject.toml", "tool.skyfab = 3\n")
     with pytest.raises(sky.UsageError, match=r"\[tool.skyfab\] must be a table, not an integer"):
         ProjectSettings.of(app / "train.py")
+
+
+def test_a_mistake_in_the_settings_ends_the_command(app: Path) -> None:
+    pyproject(app, more="[tool.skyfab]\nhost = 'node1'\n")
+    ran = skyfab(app, "run", "train.py")
+    assert ran.returncode == 2
+    assert "did you mean hosts?" in ran.stderr

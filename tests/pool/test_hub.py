@@ -68,7 +68,7 @@ def test_what_cannot_be_fetched(hub: Hub) -> None:
         f"https://host/..%2F..%2F..#sha256={'0' * 64}": "does not end with a file name",
         f"https://ada:pw@host/x#sha256={'0' * 64}": "the URL contains a user name or password",
         "hf://org/model@v9": "org/model has no revision v9",
-        "hf://org/modle": "the hub has no model org/modle\nhint: did you mean org/model?",
+        "hf://org/modle": "the hub has no model org/modle\nhint: if it is private, set HF_TOKEN",
         "hf://org/unknown-thing": "hint: if it is private, set HF_TOKEN",
     }.items():
         with pytest.raises(sky.UsageError) as failed:

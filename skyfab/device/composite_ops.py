@@ -173,7 +173,11 @@ def _composite(op: Any) -> Callable[..., Any]:
     def kernel(*args: Any, **kwargs: Any) -> Any:
         found: list[torch.Tensor] = []
         spec = (name, composite_host.template((args, kwargs), found))
-        if not all(map(is_plain, found)) or _only_math(op):  # torch.compile is tracing, or the program asks for it
+        if (
+            not all(map(is_plain, found))  # torch.compile is tracing
+            or torch._C._are_functorch_transforms_active()  # they cannot transform what the host differentiates
+            or _only_math(op)
+        ):
             return _like_devices(op, op.decompose(*args, **kwargs))
         device = next(tensor.device for tensor in found if is_remote(tensor))
 

@@ -439,6 +439,22 @@ def test_functional_transforms(device: Any) -> None:
     assert gradient.tolist() == [2, 2, 2]
 
 
+def test_functional_transforms_of_layers_that_are_one_instruction(device: Any) -> None:
+    torch.manual_seed(0)
+    query, x = torch.randn(2, 3, 4, 5), torch.randn(3, 2, 4)
+    lstm = nn.LSTM(4, 5)
+
+    def weights_of(module: nn.Module, x: Any) -> Any:
+        weights = {name: value.detach() for name, value in module.named_parameters()}
+        return torch.func.grad(lambda each: torch.func.functional_call(module, each, (x,))[0].sum())(weights)
+
+    attention = torch.func.grad(lambda q: F.scaled_dot_product_attention(q, q, q).sum())
+    torch.testing.assert_close(attention(query.to(device)).cpu(), attention(query))
+    expected = weights_of(lstm, x)
+    found = weights_of(lstm.to(device), x.to(device))
+    torch.testing.assert_close({name: value.cpu() for name, value in found.items()}, expected)
+
+
 def test_tensors_of_different_places_do_not_mix(device: Any, other: Any, syncs: Callable[[], int]) -> None:
     before = syncs()
     with pytest.raises(RuntimeError, match="cpu"):

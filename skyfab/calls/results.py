@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
+from skyfab._util.hints import HINTS
 from skyfab._util.signals import is_from_handler
 from skyfab.calls.project import with_local_paths
 from skyfab.errors import (
@@ -166,13 +167,14 @@ def add_note(error: BaseException, note: str) -> None:
 
 def _note(error: BaseException, host: str) -> str | None:
     if isinstance(error, ModuleNotFoundError):
-        package = _package(error.name)
-        installs = f"Image(pip=[{package!r}]) or --with={package} installs it"
-        return f"hint: on {host}: {installs}, Image(includes=…) or --sync sends a module of your own"
+        package, own = HINTS.image("pip", _package(error.name)), HINTS.image("includes")
+        return f"hint: on {host}: {package} installs it, {own} sends a module of your own"
     if isinstance(error, FileNotFoundError) and (here := _found_here(error.filename, host)):
         name = os.path.relpath(here)
-        ways = f"Image(includes=[{name!r}]) or --sync sends it along, also skyfab put {shlex.quote(name)}"
-        return f"hint: {here} exists on this machine, not on {host}: {ways}"
+        included = HINTS.image("includes", name)
+        ignored = f"; if .gitignore excludes it, --sync=all or skyfab put {shlex.quote(name)}"
+        sends = f"{included} sends it along{ignored if included == '--sync' else ''}"
+        return f"hint: {here} exists on this machine, not on {host}: {sends}"
     if type(error) is EOFError and str(error) == "EOF when reading a line":
         return f"hint: processes on {host} have no keyboard input: pass the value as an argument"
     return None

@@ -535,7 +535,7 @@ def test_the_hint_for_a_missing_module_names_the_package(pool: sky.Compute, modu
     with pytest.raises(ModuleNotFoundError) as caught:
         misses(module) >> pool
     (note,) = caught.value.__notes__  # type: ignore[attr-defined]
-    assert f"Image(pip=['{package}']) or --with={package} installs it" in note.replace("PyYAML", "pyyaml")
+    assert f"Image(pip=['{package}']) installs it" in note.replace("PyYAML", "pyyaml")
 
 
 def test_options_of_functions_are_checked() -> None:

@@ -379,9 +379,7 @@ class Compute(ShownAsTable):
         """
         self._check_call(call)
         if gpus and (on == "all" or keep):
-            raise UsageError(
-                "gpus= is for a call on one worker: a broadcast has all GPUs of its hosts, a device its own"
-            )
+            raise UsageError("gpus= is for a call to one host: a broadcast has all GPUs of its hosts, a device its own")
         if on == "all":
             if keep:
                 hint = "[compute.submit(call, on=host.name, keep=True) for host in compute.hosts]"

@@ -9,7 +9,7 @@ from typing import Any, Final
 from skyfab.calls.call import Function
 from skyfab.calls.pack import PackedCall, pack_arguments, pack_function
 from skyfab.calls.project import Tree
-from skyfab.errors import CallCancelled, SkyfabError
+from skyfab.errors import CallCancelled, SkyfabError, UsageError
 from skyfab.host.agent.outcomes import replay
 from skyfab.pool.broadcast import Broadcast, Gang
 from skyfab.pool.node import Node, WorkerSpec
@@ -19,13 +19,18 @@ from skyfab.session.replies import Reply
 from skyfab.ui.events import Events
 
 _REPLAY: Final = Function(replay)
+_LONGEST: Final = 100
+"""Characters of the name of a run."""
 
 
 class Detacher:
     """Starts one detached run on its hosts."""
 
     def __init__(self, nodes: Sequence[Node], ranks: Sequence[int], *, label: str, name: str | None) -> None:
-        """The nodes' agents must not be used by anything else."""
+        """The nodes' agents must not be used by anything else. Raises UsageError for a name that cannot be shown."""
+        if name is not None and not (name.strip() and name.isprintable() and len(name) <= _LONGEST):
+            hint = f"use printable characters, not only spaces, {_LONGEST} at most"
+            raise UsageError(f"invalid name of a run: {name[:_LONGEST]!r}", hint=hint)
         self.id = secrets.token_hex(8)
         self._nodes = nodes
         self._ranks = ranks

@@ -273,7 +273,7 @@ def test_a_result_stays_on_the_host_that_is_named(remote_pool: sky.Compute, devi
     assert remote_pool.submit(make(1), keep=True, on="head").result(170).device == device
     made = remote_pool.submit(make(3), keep=True, on=second).result(170)
     assert (made.device, made.tolist()) == (other, [3, 3])
-    with pytest.raises(sky.UsageError, match="for a call on one worker"):
+    with pytest.raises(sky.UsageError, match="for a call to one host"):
         remote_pool.submit(make(1), keep=True, on="all")
 
 

@@ -114,3 +114,9 @@ def test_a_run_of_a_wary_pool_unpickles_nothing_that_a_host_sends_at_once(
         with pytest.raises(sky.BroadcastError) as caught:
             pool.launch(wait_for("/"), on="all")
     assert [type(error) for error in caught.value.exceptions] == [sky.UntrustedResult] * 2
+
+
+@pytest.mark.parametrize("name", ["", "  ", "a\nb", "\x1b[1m", "x" * 101])
+def test_a_name_that_cannot_be_shown(name: str) -> None:
+    with pytest.raises(sky.UsageError, match="invalid name of a run"):
+        Detacher([], [], label="f", name=name)

@@ -168,7 +168,7 @@ def test_numbers_of_gpus_that_no_host_can_give(gpu_pool: sky.Compute) -> None:
         with pytest.raises(sky.UsageError, match="3 free GPUs for") as raised:
             start()
         assert raised.value.hint == "gpus= can be at most 2"
-    with pytest.raises(sky.UsageError, match="for a call on one worker"):
+    with pytest.raises(sky.UsageError, match="for a call to one host"):
         gpu_pool.submit(call, gpus=1, on="all")
 
 

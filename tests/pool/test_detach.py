@@ -12,6 +12,7 @@ from stage.fakes import EndsTheProgram, result
 from stage.spot import until
 
 import skyfab as sky
+from skyfab.pool.detach import Detacher
 from skyfab.pool.node import Node
 
 

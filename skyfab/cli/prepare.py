@@ -28,7 +28,7 @@ def prepare(
     *,
     options: ImageOptions,
     upgrade: Annotated[bool, Option("resolve again, to the newest versions")] = False,
-    lock: Annotated[
+    lock_: Annotated[
         str | None, Option("write the resolved versions to this pylock.toml, for Image(lock=…)", "FILE")
     ] = None,
     json_: Json = False,
@@ -47,14 +47,14 @@ def prepare(
 
     found, chosen = selected(hosts, inventory, quiet=json_)
     image = _image(options, chosen)
-    if lock is not None and not image.pip:
+    if lock_ is not None and not image.pip:
         raise UsageError("--lock needs packages", hint="name some: --pip=numpy")
     image = replace(image, excludes=("*",))  # no file of the caller's project is needed
     if upgrade:
         _look_for_newer(image, chosen, found)
     _build(image, chosen, found, as_json=json_)
-    if lock is not None:
-        _write_lock(Path(lock), image, chosen, quiet=json_)
+    if lock_ is not None:
+        _write_lock(Path(lock_), image, chosen, quiet=json_)
 
 
 def _image(options: ImageOptions, hosts: Sequence[Host]) -> Image:

@@ -146,6 +146,7 @@ def test_help_loads_no_more_than_it_needs(tmp_path: Path) -> None:
         (["prepare", "--install=no"], 'error: invalid install=\'no\'\nhint: expected "auto", "push" or "fetch"'),
         (["prepare", "--index=https://mirror.example"], "error: invalid --index=https://mirror.example\nhint: "),
         (["prepare", "--requirements=missing.txt"], "error: cannot read missing.txt: No such file"),
+        (["prepare", "--lock=pylock.toml"], "error: --lock needs packages"),
         (["prepare", "--pip=app @"], "error: not a valid requirement: 'app @'"),
         (["run", "--hosts", "node1", "node2", "x.py"], "skyfab run --hosts=node1,node2 x.py"),
         (["run", "--mirror=ckpt", "--limit=fast", __file__], "limit"),

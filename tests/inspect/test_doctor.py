@@ -202,7 +202,7 @@ def test_measurements_are_compared_with_those_before(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     done = doctor(trio.inventory, "--measure", "--json")
     speeds = [one for one in json.loads(done.out) if one["section"] == "speed"]
-    assert {one["host"] for one in speeds} == {"node1", "node2", "node3"} and len(speeds) == 6
+    assert {one["host"] for one in speeds} == {"node1", "node2", "node3"} and len(speeds) == 9
     for file in tmp_path.rglob("measured/*.json"):
         file.write_text(json.dumps([{"memory": 1e15}] * 3))
     done = doctor(trio.inventory, "--measure", "--json", "--hosts=node1")

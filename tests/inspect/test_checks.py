@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from skyfab.errors import AuthenticationRefused, HostKeyRefused, HostUnfit, SkyfabError, Unreachable
 from skyfab.host.ask.examine import examine, sshd_setting
-from skyfab.inspect.doctor import measure, pairs, report
-from skyfab.inspect.doctor.checks import findings
+from skyfab.inspect.doctor import checks, measure, pairs, report
+from skyfab.inspect.doctor.checks import CHECKS, findings
 from skyfab.inspect.doctor.examine import refused
 from skyfab.inspect.doctor.finding import EXAMINE, Facts, Finding, HostReport
 from skyfab.inventory.host import Host
@@ -261,3 +261,8 @@ def test_a_host_that_is_slower_than_its_peers_and_than_before_is_named() -> None
     assert measure.network("a", {("a", "b"): 4.0, ("c", "a"): 2.0, ("b", "c"): 9.0}) == {"network": 3.0}
     assert measure.network("d", {("a", "b"): 4.0}) == {}
     assert "median of 3 earlier" in by_host["b"].what and "median of 3 hosts" in by_host["c"].what
+
+
+def test_every_module_of_the_checks_is_registered() -> None:
+    modules = {path.stem for path in Path(checks.__file__).parent.glob("[!_]*.py")}
+    assert {check.__module__.rpartition(".")[2] for check in CHECKS} == modules

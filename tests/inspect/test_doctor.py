@@ -207,3 +207,11 @@ def test_measurements_are_compared_with_those_before(
         file.write_text(json.dumps([{"memory": 1e15}] * 3))
     done = doctor(trio.inventory, "--measure", "--json", "--hosts=node1")
     assert any("3 earlier measurements" in one["what"] for one in json.loads(done.out) if one["level"] == "warning")
+
+
+def test_what_is_pasted(sick: tuple[Lab, Ran]) -> None:
+    lab, _ = sick
+    done = doctor(lab.inventory, "node1", "root@127.0.0.1:1", "--paste")
+    assert done.code == 3
+    assert "host1 GPUs/in use advice: GPU 0 is in use" in done.out and "host2 login/reachability failure: " in done.out
+    assert "node1" not in done.out and "127.0.0.1" not in done.out

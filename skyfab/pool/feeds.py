@@ -25,6 +25,7 @@ from skyfab.session.replies import Reply
 _SENT: Final = 2
 """Messages to a rank that have not been read."""
 _LOOK: Final = 0.1
+"""Seconds between two looks at whether the program leaves a rank's values unread."""
 _LEFT: Final = 1.0
 """Seconds after which values are kept here for a rank whose own values the program does not read."""
 

@@ -117,7 +117,7 @@ class Node(ShownAsTable):
         """What the host has been sent: large arguments and the project's files."""
         self._connection: Any = None
         self.members: Mapping[str, Any] = {}
-        """The workers that belong to a gang, or did until just now, and the members (gang.py) that they are."""
+        """The workers that belong to a gang, or did until just now, and the members (broadcast.py) that they are."""
         self.on_found: Callable[[Node, str, int, Sequence[Any]], None] = lambda *_: None
         """Called with the worker and its generation when streams or actors are sent to it, in a call's arguments."""
         self.on_exited: Callable[[str], None] = lambda worker: None
